@@ -64,11 +64,14 @@ def call_map(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> Mapped
     return fn(*head, several, *tensors, **mask, **keywords)
 
 
+PER_TOKEN = ("logprobs", "entropy", "target_rank", "sum_pi_squared", "lse")
+
+
 def call_policy_loss(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> tuple:
     loss, stats = fn(*head, side["target"], rewarded, side["advantage"], **keywords)
-    for x in (stats.logprobs, stats.lse, stats.entropy):
-        assert x is None or not x.requires_grad
-    return loss, stats.logprobs, stats.lse, stats.entropy
+    per_token = tuple(getattr(stats, name) for name in PER_TOKEN)
+    assert all(x is None or not x.requires_grad for x in per_token)
+    return loss, *per_token
 
 
 def call_filtered(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> Any:
@@ -520,14 +523,13 @@ OPERATIONS = {
             policy,
             None,
             ml.linear_policy_loss,
-            outputs=("loss", "logprobs", "lse", "entropy"),
+            outputs=("loss", *PER_TOKEN),
             differentiable=("loss",),
             side=lambda draw: target_of(draw) | {"advantage": draw.randn().float()},
             call=call_policy_loss,
-            options={"entropy": BOTH, "label_smoothing": (0.0, 0.1), "denominator": (1.0, 7.0)}
-            | SEGMENTED,
+            options=STATISTICS | {"denominator": (1.0, 7.0)} | SEGMENTED,
             axes=IGNORE_INDEX,
-            left_out={"loss": None},
+            left_out={"loss": None, "target_rank": -1},
             mistakes=[
                 *(
                     ({"denominator": wrong}, "denominator: expected a finite number > 0, got")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 import mcore_logprobs as ml
 from mcore_logprobs import vocab_parallel_token_stats
 from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.kernels import budgets
 from tests.engine import run
 from tests.engine.cases import parse
 from tests.helpers.memory import TensorsMade
@@ -170,38 +172,45 @@ def test_the_gradient_is_the_only_tensor_of_the_logits_size(ranks, world, dtype,
 
 ROWS, CHUNK, WIDE = 64, 4, 4096
 IDS = torch.arange(ROWS * 5).view(ROWS, 5)
-MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
-    "gather": lambda x: ml.vocab_parallel_gather(x, IDS, chunk_size=CHUNK),
-    "gather log p": lambda x: ml.vocab_parallel_gather(x, IDS, log_softmax=True, chunk_size=CHUNK),
-    "topk": lambda x: ml.vocab_parallel_topk(x, 8, chunk_size=CHUNK)[0],
-    "top-p": lambda x: ml.vocab_parallel_sampling_logprobs(
-        x, x.argmax(-1), top_p=0.9, chunk_size=CHUNK
+MEMORY: dict[str, Callable[..., Tensor]] = {
+    "gather": lambda x, **how: ml.vocab_parallel_gather(x, IDS, **how),
+    "gather log p": lambda x, **how: ml.vocab_parallel_gather(x, IDS, log_softmax=True, **how),
+    "topk": lambda x, **how: ml.vocab_parallel_topk(x, 8, **how)[0],
+    "topk, softcap": lambda x, **how: ml.vocab_parallel_topk(x, 8, softcap=3.0, **how)[0],
+    "top-p": lambda x, **how: ml.vocab_parallel_sampling_logprobs(
+        x, x.argmax(-1), top_p=0.9, **how
     ),
-    "rank": lambda x: ml.vocab_parallel_target_rank(x, IDS[:, 0], chunk_size=CHUNK),
-    "log_softmax": lambda x: ml.vocab_parallel_log_softmax(x, chunk_size=CHUNK),
+    "rank": lambda x, **how: ml.vocab_parallel_target_rank(x, IDS[:, 0], **how),
+    "sample": lambda x, **how: ml.vocab_parallel_sample(x, seed=3, **how)[1],
+    "log_softmax": ml.vocab_parallel_log_softmax,
     **{
-        kind: lambda x, kind=kind: ml.vocab_parallel_kl_div(x, TEACHER, kind=kind, chunk_size=CHUNK)
+        kind: lambda x, kind=kind, **how: ml.vocab_parallel_kl_div(x, TEACHER, kind=kind, **how)
         for kind in ("forward", "reverse", "jsd")
     },
 }
 TEACHER = torch.linspace(-2.0, 2.0, ROWS * WIDE).view(ROWS, WIDE).bfloat16()
 
 
+@pytest.mark.parametrize("cut", ["chunk_size", "budgets"])
 @pytest.mark.parametrize("spread", [0.1, 8.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("name", MEMORY)
-def test_memory_is_a_few_chunks(name, spread):
+def test_memory_is_a_few_chunks(name, spread, cut):
+    """Of the caller's chunk_size, or of the rows of which a budget allows one float32 copy."""
     logits = (torch.randn(ROWS, WIDE) * spread).bfloat16().requires_grad_()
     copy = CHUNK * WIDE * 4  # float32 copies of a chunk's rows
+    how, sizes = {"chunk_size": CHUNK}, budgets.of("cpu")
+    if cut == "budgets":
+        how, sizes = {}, replace(sizes, copy_bytes=copy)
     per_row = ROWS * 8 * 128 * 12  # a few hundred numbers per row, whatever its width
-    with TensorsMade() as made:
-        out = MEMORY[name](logits)
+    with budgets.use(sizes), TensorsMade() as made:
+        out = MEMORY[name](logits, **how)
     result = out.nbytes if name == "log_softmax" else 0
     assert made.peak <= 4 * copy + per_row + result
     assert [x.nbytes for x in made.larger_than(2 * copy)] == ([result] if result else [])
     if not out.requires_grad:
         return
     upstream = torch.ones_like(out)
-    with TensorsMade() as made:
+    with budgets.use(sizes), TensorsMade() as made:
         out.backward(upstream)
     assert [x.dtype for x in made.larger_than(2 * copy)] == [torch.bfloat16]  # the gradient
     assert made.peak <= logits.nbytes + 4 * copy + per_row

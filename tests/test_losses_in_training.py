@@ -75,6 +75,7 @@ def test_a_finite_policy_has_a_finite_loss_and_gradient(loss, dtype):
     assert grad[possible | value.isfinite()].isfinite().all()
     # An impossible token may cost inf, but spoils nothing.
     assert not grad[x["old"].isfinite()].isnan().any()
+    assert not value[x["old"].isfinite()].isnan().any()
     if has_policy(loss) or "weights" in loss.tensors:
         silent = x["weight"] == 0 if "advantages" not in loss.tensors else x["advantage"] == 0
         assert not value[silent].any()

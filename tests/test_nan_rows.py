@@ -107,11 +107,26 @@ def spoil(case: Case, problem: Problem) -> Tensor:
     return ~(x == before)
 
 
-def on_rank(given: tuple[Case, bool]) -> Found:
-    case, spoilt = given
+EMPTY = [6, 7, 11]
+SIDES = ("logits", "teacher_logits")
+# Of two sides either, or both, or each where the other is not.
+EMPTIED = {
+    "logits": {"logits": slice(None)},
+    "teacher": {"teacher_logits": slice(None)},
+    "both": dict.fromkeys(SIDES, slice(None)),
+    "apart": {"logits": slice(9), "teacher_logits": slice(9, None)},
+}
+
+
+def on_rank(given: tuple[Case, str]) -> Found:
+    """With nothing changed, with what `spoil` makes, or with the columns of `EMPTIED` at -inf."""
+    case, change = given
     problem = Problem(case)
-    if spoilt:
+    if change == "spoilt":
         spoil(case, problem)
+    elif change:
+        for name, columns in EMPTIED[change].items():
+            (problem.head | problem.side)[name][EMPTY, columns] = -torch.inf
     mine = run.place(case, problem)
     outputs = case.operation(case.source, mine.head, mine.side, mine.keywords)
     roots, incoming = [], []
@@ -181,7 +196,7 @@ def check(case: Case, sound: Found, found: Found, raw: bool) -> None:
 @pytest.mark.parametrize("tp", [1, 3])
 def test_a_spoilt_row_is_nan_and_no_other(ranks: Any, tp: int) -> None:
     cases = [case_of(line, tp) for line in (*LINES, *RAW)]
-    jobs = [(case, spoilt) for case in cases for spoilt in (False, True)]
+    jobs = [(case, change) for case in cases for change in ("", "spoilt")]
     runs = [[on_rank(job)] for job in jobs] if tp == 1 else ranks(tp).run_many(on_rank, jobs)
     failed = []
     for i, case in enumerate(cases):
@@ -190,6 +205,34 @@ def test_a_spoilt_row_is_nan_and_no_other(ranks: Any, tp: int) -> None:
             check(case, sound, found, raw=i >= len(LINES))
         except Exception as error:
             failed.append(f"{case}: {traceback.format_exc()} {error}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_rows_of_minus_infinity_alone(ranks: Any, tp: int) -> None:
+    """No NaN in any value, finite gradients, and every other row as it was."""
+    jobs, failed = [], []
+    for line in (*LINES, "gather logits", "topk logits"):
+        case = case_of(line, tp)
+        if case.source == "logits" and "spoilt" not in case.setting:
+            two = "teacher_logits" in Problem(case).side
+            jobs += [(case, change) for change in ("", "logits", *(tuple(EMPTIED)[1:] * two))]
+    runs = [[on_rank(job)] for job in jobs] if tp == 1 else ranks(tp).run_many(on_rank, jobs)
+    others = torch.ones(ROWS, dtype=torch.bool).index_fill_(0, torch.tensor(EMPTY), False)
+    for (case, change), run_ in zip(jobs, runs, strict=True):
+        found = whole(case, run_)
+        if not change:
+            sound = found
+            continue
+        good = [
+            not x.isnan().any() and torch.equal(x[others], sound.values[name][others])
+            for name, x in found.values.items()
+        ]
+        if found.grad is not None and sound.grad is not None:
+            good.append(bool(found.grad.isfinite().all()))
+            good.append(torch.equal(found.grad[others], sound.grad[others]))
+        if not all(good):
+            failed.append(f"{case}, {change}: {good}")
     assert not failed, "\n".join(failed)
 
 
@@ -248,7 +291,7 @@ def test_upstream_of_kept_and_filtered_targets_as_in_plain_torch(ranks, world, d
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_rows_of_minus_infinity_alone(ranks, world):
+def test_filtered_rows_of_minus_infinity_alone(ranks, world):
     """No NaN anywhere: the value is -inf, as without filters, and the gradient is finite."""
     whole, upstream = torch.randn(ROWS, VOCAB), torch.randn(ROWS)
     whole[[3, 8]] = -torch.inf

@@ -155,6 +155,7 @@ class ContrastTile:
 class ContrastGradient:
     def __init__(self, source: ContrastLogits, needs: Sequence[bool], in_acc_dtype: bool) -> None:
         self._source, self._in_acc_dtype = source, in_acc_dtype
+        self._scale: Tensor | float = 1.0
         self._grads = [
             torch.zeros_like(x, dtype=source.acc_dtype) if needed and x is not None else None
             for x, needed in zip(source.tensors[:3], needs, strict=False)
@@ -163,7 +164,10 @@ class ContrastGradient:
     def collect(self, tile: ContrastTile, placed: ChunkAt, write: Write) -> None:
         on_raw = torch.empty_like(placed.chunk.logits)
         write(placed, on_raw)
-        self._add((tile.rows, placed.columns), on_raw)
+        self._add((tile.rows, placed.columns), on_raw / self._scale)
+
+    def scaled_by(self, scale: Tensor) -> None:
+        self._scale = scale  # sums are float32, which needs none
 
     def collect_entries(self, tile: ContrastTile, entries: LogitIndices, upstream: Tensor) -> None:
         raw, processing = partial(tile.raw_at, entries), self._source.processing
@@ -359,7 +363,7 @@ def test_operations_take_a_new_source_as_it_is(ranks: Any, tp: int, temperature:
     assert_found(ranks(tp).run(on_a_rank, first, second, target, ids, temperature), wanted, tp)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_new_source_in_lower_precision(dtype: torch.dtype) -> None:
     first, second = torch.randn(2, ROWS, WIDTH).to(dtype)
     inputs = [x.clone().requires_grad_() for x in (first, second, WEIGHT.to(dtype))]
@@ -369,12 +373,21 @@ def test_a_new_source_in_lower_precision(dtype: torch.dtype) -> None:
     logits = contrast_of(*inputs).float()  # the sum is rounded as the source's
     wanted = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
     assert found.dtype == torch.float32
-    for x, y in zip(
-        *(torch.autograd.grad(weighted(v), inputs) for v in (found, wanted)), strict=True
-    ):
-        assert x.dtype == dtype
-        torch.testing.assert_close(x, y, rtol=4 * torch.finfo(dtype).eps, atol=2e-6)
     torch.testing.assert_close(found, wanted)
+    in_head, _ = policy_loss(  # float16's is multiplied by a power of two, another in each tile
+        source,
+        target,
+        Statistics.of(),
+        lambda logprobs, entropy, weight: weight * logprobs,
+        torch.linspace(-1.0, 2.0, ROWS),
+        denominator=1.0,
+        ignore_index=None,
+    )
+    for value in (weighted(found), in_head):
+        wanted_grads = torch.autograd.grad(weighted(wanted), inputs, retain_graph=True)
+        for x, y in zip(torch.autograd.grad(value, inputs), wanted_grads, strict=True):
+            assert x.dtype == dtype
+            torch.testing.assert_close(x, y, rtol=4 * torch.finfo(dtype).eps, atol=2e-6)
 
 
 def test_a_row_of_nan_of_which_nothing_is_asked_leaves_the_others_alone() -> None:

@@ -163,7 +163,7 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
         softmax = SoftmaxStats(*[probability] * len(SoftmaxStats._fields))
         zeros = torch.zeros_like(probability)
         softmax = softmax._replace(row_max=zeros, log_sum=zeros)
-        upstream = RowResults(probability, probability, sum_pi_squared=probability)
+        upstream = RowResults(probability, **dict.fromkeys(_FLAGS, probability))
         for source, column in heads(tp):
             gradient = source.gradient((True, True, False, False, False))
             gradient.hidden = collected = _Segments(source, in_acc_dtype=False)

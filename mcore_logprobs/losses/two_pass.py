@@ -255,7 +255,8 @@ class DROLoss(_OfSequence):
     _checks = (*_LEVEL, ("tau", check_positive))
 
     def policy(self, logprobs: Tensor, given: Given) -> Tensor:
-        return -times(given["advantages"], logprobs)
+        # Of an impossible token the square is inf, and outweighs -A log p of either sign.
+        return -times(given["advantages"], logprobs.masked_fill(logprobs.isneginf(), 0.0))
 
     def penalty(self, logprobs: Tensor, entropy: Tensor | None, given: Given) -> Tensor | None:
         if self.level == "token":

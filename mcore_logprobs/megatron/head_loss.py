@@ -192,7 +192,10 @@ class _HeadRequest:
     def _stats(self, source: AnySource, target: Tensor, keep: Tensor) -> TokenStats:
         call, config, policy = self.call, self.call.config, self.call.policy
         statistics = Statistics.of(
-            config.entropy, config.target_rank, config.sum_pi_squared, config.label_smoothing
+            entropy=config.entropy,
+            target_rank=config.target_rank,
+            sum_pi_squared=config.sum_pi_squared,
+            label_smoothing=config.label_smoothing,
         )
         ignored = config.ignore_index
         tensors = () if policy is None else policy.in_head_order(self.tokens)

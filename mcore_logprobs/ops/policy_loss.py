@@ -233,7 +233,12 @@ def linear_policy_loss(
     return policy_loss(
         source,
         target,
-        Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing),
+        Statistics.of(
+            entropy=entropy,
+            target_rank=target_rank,
+            sum_pi_squared=sum_pi_squared,
+            label_smoothing=label_smoothing,
+        ),
         loss_fn,
         *per_token_tensors,
         denominator=denominator,

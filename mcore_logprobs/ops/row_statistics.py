@@ -186,6 +186,7 @@ class Statistics(Operation[Source]):
     @classmethod
     def of(
         cls,
+        *,
         entropy: bool = False,
         target_rank: bool = False,
         sum_pi_squared: bool = False,

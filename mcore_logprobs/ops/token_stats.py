@@ -103,7 +103,12 @@ def vocab_parallel_token_stats(
         RuntimeError: with invariant_segments, where the backend's kernels do not compile.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    statistics = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
+    statistics = Statistics.of(
+        entropy=entropy,
+        target_rank=target_rank,
+        sum_pi_squared=sum_pi_squared,
+        label_smoothing=label_smoothing,
+    )
     check_flag("log_softmax", log_softmax)
     asks = candidate_ids is not None or topk is not None
     also = Also(candidate_ids, topk, log_softmax, "candidate_ids") if asks else None
@@ -278,7 +283,12 @@ def linear_token_stats(
     source = head_logits(
         hidden, weight, invariant_segments=invariant_segments, may_round=True, **shared
     )
-    statistics = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
+    statistics = Statistics.of(
+        entropy=entropy,
+        target_rank=target_rank,
+        sum_pi_squared=sum_pi_squared,
+        label_smoothing=label_smoothing,
+    )
     check_flag("log_softmax", log_softmax)
     asks = candidate_ids is not None or topk is not None
     also = Also(candidate_ids, topk, log_softmax, "candidate_ids") if asks else None

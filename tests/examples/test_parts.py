@@ -18,6 +18,8 @@ from rl.report import Reporter, StepRecord, plot_run, run_steps
 from rl.rollout import LetterTokenizer, Sample, left_pad
 from rl.weights import Sizes, Slot, slot_of, to_megatron, to_transformers
 
+from mcore_logprobs.losses import OBJECTIVES
+
 CPU = torch.device("cpu")
 
 
@@ -36,6 +38,13 @@ def test_labels_are_the_next_tokens_of_the_answer() -> None:
     torch.testing.assert_close(batch.rollout_logprobs[0, 2:4], torch.tensor([-0.1, -0.2]))
     assert batch.advantages[0].tolist() == [0, 0, 2, 2, 0, 0, 0, 0]
     assert batch.mask.sum() == 3
+
+
+def test_a_batch_has_every_tensor_that_an_objective_takes() -> None:
+    batch = make_batch([_sample([5, 6], [8, 9])], pad=0, multiple=4, device=CPU)
+    named = {name for objective in OBJECTIVES.values() for name in objective().tensors}
+    assert {"advantages", "old_logprobs"} < named
+    assert [name for name in sorted(named) if not hasattr(batch, name)] == []
 
 
 def test_kept_ids_follow_their_tokens() -> None:

@@ -146,6 +146,19 @@ def test_every_pair_of_settings(setting):
     check(chunk, out=setting["out"], ulps=4.0 if usual else 8.0)
 
 
+@pytest.mark.parametrize("entries", [None, 5])
+def test_one_coefficient_alone_is_something_that_is_asked(entries: int | None) -> None:
+    """Kernels pass over rows of which nothing is: every coefficient must count for that."""
+    chunk = make_chunk(torch.randn(5, 300, device=DEVICE), 290)
+    terms = make_terms(chunk, EVERYTHING, entries)
+    coef = torch.zeros(len(EVERYTHING.coefficients), 5, device=DEVICE)
+    for row, of_coefficient in zip((0, 1, 3, 4), coef, strict=True):  # of row 2 nothing is asked
+        of_coefficient[row] = 0.5 + row
+    upstream = terms.upstream if entries else torch.zeros_like(terms.upstream)
+    out = torch.full_like(chunk.logits, torch.nan)
+    check_gradient(chunk, terms._replace(coef=coef, upstream=upstream), out)
+
+
 @pytest.mark.parametrize("wanted", [{}, *({name: True} for name in vars(EVERYTHING))], ids=str)
 @interpreted
 def test_each_statistic_alone(wanted):

@@ -100,6 +100,10 @@ def all_outputs(tp: int, sp: bool, settings: dict[str, Any]) -> dict[str, float]
         labels[0, 3] = -100
         with patch_gpt_model(model, LogprobConfig(**settings)):
             stats = model(**batch["inputs"], labels=labels)
+        for asked in STATISTICS:
+            with patch_gpt_model(model, LogprobConfig(fused=settings["fused"], **{asked: True})):
+                alone = model(**batch["inputs"], labels=labels)
+                assert [n for n in STATISTICS if getattr(alone, n) is not None] == [asked]
         logits = model(**batch["inputs"], runtime_gather_output=True).double()  # [b, s, V]
     logits = settings["softcap"] * torch.tanh(logits / settings["softcap"])
     logits = logits / settings["temperature"]
