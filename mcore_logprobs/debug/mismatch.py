@@ -172,7 +172,8 @@ def explain_mismatch(
         shared = getattr(ours, name) == getattr(theirs, name) != getattr(RIGHT, name)
         if shared and name not in changed:
             notes.append(f"both sides: {CAUSES[name][0]}. They agree, and both are wrong")
-    path = {ours, theirs, *(settings for _, *pair in steps for settings in pair)}
+    # Each figure takes collectives: in one order on all ranks, which a set of texts has not.
+    path = dict.fromkeys((ours, theirs, *(settings for _, *pair in steps for settings in pair)))
     figures = {settings: rows.logprobs(settings, batch.positions) for settings in path}
     parts = [
         (name, before, after, figures[before] - figures[after]) for name, before, after in steps
