@@ -125,7 +125,11 @@ class GrpoTrainer:
         measured = token_metrics(batch, old, sampled, self.reference is not None)
 
         updates = []
-        for _ in range(config.grpo.updates):  # 3. clipped updates
+        for number in range(config.grpo.updates):  # 3. clipped updates
+            if number and config.rollout.filters and not config.rollout.replays:
+                # The trainer's own filter has moved with the policy, too.
+                impossible = self.score(self.policy, batch).logprobs.isinf()
+                batch.labels = batch.labels.masked_fill(impossible, IGNORE)
             report = self.accumulate_gradients(batch)
             updates.append(report | {"grad_norm": self.optimizer.step()})
 
@@ -142,6 +146,7 @@ class GrpoTrainer:
         problems = [self.questions.training(first + i) for i in range(r.prompts)]
         seed = (self.config.seed * 1_000_003 + self.step) * r.prompts * r.group_size
         samples = self.questions.answer(self.engine, problems, r.group_size, seed)
+        self.engine.sleep()
         return samples, [p.question for p in problems]
 
     def batch(self, samples: list[Sample], *, all_tokens: bool = False) -> Batch:

@@ -10,6 +10,7 @@ usage() {  # needs no environment; tests/examples/test_command_line.py compares 
 usage: bash examples/run_rl_step.sh [arguments]
 
 GRPO steps on a Megatron-Core model. The first run makes .venv (minutes), later runs find it.
+Relative paths are taken from the repository's folder.
 
   --config FILE      a YAML file of configs/ (default: configs/tiny-cpu.yaml)
   --steps N          GRPO steps in all, those before a resume included

@@ -19,6 +19,7 @@ the device, and is for finding a fault.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -292,7 +293,11 @@ def _described(name: str, value: Any) -> dict[str, str]:
 
 
 def _parts(name: str, value: object) -> dict[str, object] | None:
-    """The parts of a mapping, a dataclass or a tuple by name; None of anything else."""
+    """The parts of a mapping, a dataclass, a tuple or a partial by name; None of anything else."""
+    if isinstance(value, functools.partial):
+        bound = {f"{name}({place})": part for place, part in enumerate(value.args)}
+        named = {f"{name}({key}=)": part for key, part in value.keywords.items()}
+        return {name: value.func, **bound, **named}
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):

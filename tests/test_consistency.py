@@ -23,6 +23,10 @@ from mcore_logprobs.ops.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
 ROWS, HIDDEN = 4, 3
 
 
+def scaled(logprobs: torch.Tensor, entropy: object, by: float) -> torch.Tensor:
+    return by * logprobs
+
+
 def call(operation: str, width: int, **changes: Any) -> Any:
     """One of the public operations on a shard of `width` columns; the same values on every rank."""
     torch.manual_seed(1)
@@ -49,7 +53,7 @@ def call(operation: str, width: int, **changes: Any) -> Any:
         "linear_token_stats": lambda: ml.linear_token_stats(hidden, weight, target, **common),
         "linear_topk": lambda: ml.linear_topk(hidden, weight, 3, **common),
         "linear_policy_loss": lambda: ml.linear_policy_loss(
-            hidden, weight, target, lambda x, _: x, **common
+            hidden, weight, target, common.pop("loss_fn", lambda x, _: x), **common
         ),
         "reshard": lambda: ml.reshard_vocabulary(
             weight, dim=0, source_group=dist.group.WORLD, **common
@@ -311,10 +315,15 @@ TARGETS = [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]
             ["compact: False on rank 0, True on rank 1", "target: "],
         ),
         ("linear_policy_loss", {"denominator": [1.0, 3]}, ["denominator: 1.0 on rank 0, 3 on"]),
+        (
+            "linear_policy_loss",
+            {"loss_fn": [partial(scaled, by=2.0), partial(scaled, by=3.0)]},
+            ["loss_fn(by=): 2.0 on rank 0, 3.0 on rank 1"],
+        ),
         ("kl_div", {"kind": ["forward", "jsd"]}, ["kind: 'forward' on rank 0, 'jsd' on rank 1"]),
         ("gather", {"log_softmax": [False, True]}, ["log_softmax: False on rank 0, True on"]),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_the_check_names_rank_and_value(ranks, operation, per_rank, parts):
     for found, sent in ranks(2).run(checked, operation, per_rank, timeout=60):

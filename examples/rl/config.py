@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import inspect
+import math
 import os
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import yaml
 
@@ -196,7 +198,12 @@ def from_dict(cls: type, values: Any, *, where: str) -> Any:
         elif kind is float and type(value) is int:
             value = float(value)
         elif kind in (int, float, str, bool) and type(value) is not kind:
-            raise SetupError(f"{inside}: expected {kind.__name__}, got {value!r}")
+            hint = " (YAML reads 1e-5 as a text: write 1.0e-5)" if kind is float else ""
+            raise SetupError(f"{inside}: expected {kind.__name__}, got {value!r}{hint}")
+        elif get_origin(kind) is dict and not isinstance(value, dict):
+            raise SetupError(f"{inside}: expected a mapping, got {value!r}")
+        if kind is float and not math.isfinite(value):
+            raise SetupError(f"{inside}: expected a finite number, got {value!r}")
         built[key] = value
     return cls(**built)
 
@@ -216,7 +223,7 @@ def override(config: RunConfig, **given: Any) -> RunConfig:
 def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
     """The configuration with the command line's values, checked. With --print-processes it prints
     the number of processes and the rollout engine, and exits."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add = parser.add_argument
     add("--config", required=True, help="a YAML file of configs/")
     add("--steps", type=int, help="GRPO steps in all, those before a resume included")
@@ -237,7 +244,10 @@ def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
     p = config.parallel
     if args.print_processes:  # before torchrun, whose report would bury a mistake
         processes = p.tp * p.cp * p.pp
-        validate(config, int(os.environ.get("NPROC") or processes))
+        given = os.environ.get("NPROC") or str(processes)
+        if not given.isdecimal() or int(given) < 1:
+            raise SetupError(f"NPROC: expected a number of processes, got {given!r}")
+        validate(config, int(given))
         validate_model(config, llama_config(config.model))
         print(processes, config.rollout.engine)
         raise SystemExit(0)
@@ -249,7 +259,7 @@ def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
 
 _AT_LEAST_1 = (
     "parallel.tp parallel.cp parallel.pp steps task.eval_every rollout.prompts grpo.updates "
-    "rollout.max_new_tokens rollout.max_kept grpo.micro_batch"
+    "rollout.max_new_tokens rollout.max_kept rollout.max_model_len grpo.micro_batch"
 )
 _AT_LEAST_0 = (
     "minutes save_every task.examples rollout.importance_cap grpo.kl_coef optimizer.clip_grad "
@@ -261,7 +271,7 @@ _RULES = (
     ("rollout.group_size", lambda x: x >= 2, ">= 2"),
     ("rollout.temperature rollout.timeout optimizer.lr selfcheck", lambda x: x > 0, "> 0"),
     ("optimizer.beta1 optimizer.beta2", lambda x: 0 <= x < 1, "in [0, 1)"),
-    ("rollout.top_p", lambda x: 0 < x <= 1, "in (0, 1]"),
+    ("rollout.top_p rollout.gpu_memory", lambda x: 0 < x <= 1, "in (0, 1]"),
     ("rollout.min_p", lambda x: 0 <= x <= 1, "in [0, 1]"),
     ("task.eval_questions", lambda x: x == 0 or x >= 2, "0, or >= 2"),  # one has no standard error
 )
@@ -331,6 +341,12 @@ def validate_model(config: RunConfig, llama: Any) -> None:
     ):
         if size % parts:
             raise SetupError(f"the model's {what} ({size}) do not divide by {name} {parts}")
+    letters = config.task.options.get("letters", 8)
+    if config.task.name == "echo" and letters + 3 > llama.vocab_size:  # three ids are special
+        raise SetupError(
+            f"task echo: expected at most {llama.vocab_size - 3} letters in a vocabulary of "
+            f"{llama.vocab_size}, got {letters}"
+        )
 
 
 def llama_config(section: ModelSection) -> Any:
@@ -341,12 +357,25 @@ def llama_config(section: ModelSection) -> Any:
     except ImportError as error:
         raise SetupError(f"the model's configuration needs transformers: {error}") from None
     if section.source == "random":
-        return LlamaConfig(**section.random)
+        known = inspect.signature(LlamaConfig.__init__).parameters
+        unknown = sorted(set(section.random) - set(known))
+        if unknown:
+            raise SetupError(f"model.random: unknown key {', '.join(unknown)}")
+        try:
+            return LlamaConfig(**section.random)
+        except Exception as error:  # checks of its own, of several types
+            raise SetupError(f"model.random: {error}") from None
     folder, kwargs = locate_weights(section.source)
     try:
-        return AutoConfig.from_pretrained(folder, **kwargs)
+        config = AutoConfig.from_pretrained(folder, **kwargs)
     except (ImportError, OSError, ValueError) as error:
         raise SetupError(f"model {section.source!r} does not load: {error}") from None
+    if config.model_type != "llama":
+        raise SetupError(
+            f"model {section.source!r}: expected a Llama, whose layers the example converts, got "
+            f"model_type {config.model_type!r}"
+        )
+    return config
 
 
 def locate_weights(source: str) -> tuple[Path, dict[str, str]]:

@@ -69,6 +69,9 @@ class EchoTask:
         unknown = sorted(set(section.options) - set(known))
         if unknown:
             raise SetupError(f"task echo: unknown option {', '.join(unknown)}")
+        for name, value in section.options.items():
+            if type(value) is not int or not 1 <= value <= 26:
+                raise SetupError(f"task echo: {name}: expected an int from 1 to 26, got {value!r}")
         letters, self._prompt_length, self._answer_length = (known | section.options).values()
         self._letters, self._seed = [chr(ord("a") + i) for i in range(letters)], seed
         self.shots: list[tuple[str, str]] = []

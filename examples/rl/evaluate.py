@@ -30,8 +30,10 @@ class Questions:
         self.held_out: list[Problem] = []
         self._taken = {question for question, _ in task.shots}
         for index in range(_FIRST, _FIRST + 50 * wanted):
+            if len(self.held_out) == wanted:
+                break
             problem = task.problem(index)
-            if len(self.held_out) < wanted and problem.question not in self._taken:
+            if problem.question not in self._taken:
                 self._taken.add(problem.question)
                 self.held_out.append(problem)
         if len(self.held_out) < wanted:

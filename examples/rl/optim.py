@@ -7,12 +7,13 @@ finalize_model_grads); the step itself is torch's, without shims.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .config import OptimizerSection, RunConfig
+from .config import OptimizerSection, RunConfig, SetupError
 
 
 def make_optimizer(config: RunConfig, model: Any, device: torch.device) -> Any:
@@ -33,7 +34,7 @@ class CpuAdamW:
 
     def step(self) -> float:
         """Clips by the norm over the whole model, steps, and returns that norm."""
-        norm = global_grad_norm(self.params)
+        norm = check_norm(global_grad_norm(self.params))
         scale = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
         for param in self.params:
             param.grad = param.main_grad.mul_(scale).to(param.dtype)
@@ -41,6 +42,16 @@ class CpuAdamW:
         for param in self.params:
             param.grad = None
         return norm
+
+
+def check_norm(norm: float) -> float:
+    """The norm, on every rank alike; a SetupError where there is none to train with."""
+    if not math.isfinite(norm):
+        raise SetupError(
+            f"expected a finite gradient norm, got {norm}: a token's loss is not finite under "
+            "these settings, or the training has diverged (see the run's metrics)"
+        )
+    return norm
 
 
 def global_grad_norm(params: list[torch.Tensor]) -> float:
@@ -81,4 +92,4 @@ class GpuOptimizer:
 
     def step(self) -> float:
         _, norm, _ = self.optimizer.step()
-        return float(norm)
+        return check_norm(float(norm))

@@ -142,8 +142,10 @@ class Reporter:
 
 def run_steps(trainer: Any) -> list[StepRecord]:
     """Steps up to `config.steps`, with their lines, checkpoints and the plot. What ends a run early
-    (the engine, Ctrl-C, a signal) leaves the lines and the plot of the steps that it made."""
+    leaves the lines of the steps that it made, and an error or Ctrl-C the plot too."""
     config = trainer.config
+    if trainer.step >= config.steps:
+        trainer.say(f"nothing to do: step {trainer.step} of {config.steps} is done")
     reporter, evaluator = Reporter(trainer), Evaluator(trainer)
     until = time.monotonic() + 60 * config.minutes
     try:

@@ -43,7 +43,7 @@ class RolloutEngine:
     def load(cls, section: ModelSection, *, seed: int) -> RolloutEngine:
         """Loads weights and tokenizer; raises SetupError where a package or file is missing."""
         llama, dtype = llama_config(section), getattr(torch, section.dtype)
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
         from transformers import logging as hf_logging
 
         hf_logging.set_verbosity_error()
@@ -60,10 +60,15 @@ class RolloutEngine:
         except (ImportError, OSError, ValueError) as error:
             raise SetupError(f"model {section.source!r} does not load: {error}") from None
         renew_rotary_buffers(model)
+        # Not the model's own penalties and bans, of which the trainer knows nothing.
+        model.generation_config = GenerationConfig()
         return cls(model, ChatTokenizer(tokenizer))
 
     def sync(self) -> None:
         """Nothing: the weight bridge writes into `model` itself."""
+
+    def sleep(self) -> None:
+        """Nothing: no memory is kept for answers. There are none until the next `sync`."""
 
     @torch.no_grad()
     def generate(

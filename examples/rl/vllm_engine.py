@@ -34,7 +34,7 @@ _JOB = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "PYTHONPATH", "TORCHELASTIC_",
 
 
 class VllmEngine:
-    """`generate` and `sync` as `RolloutEngine` has them.
+    """`generate`, `sleep` and `sync` as `RolloutEngine` has them.
 
     The transformers model that the weights came from stays on the CPU: the bridge gathers the
     trained weights in it, and it is the oracle of the self-check.
@@ -154,6 +154,10 @@ class VllmEngine:
             )
             for i, answer in enumerate(answers)
         ]
+
+    def sleep(self) -> None:
+        """Until the next `sync` a GPU's memory is the trainer's."""
+        self._call("leaving its memory", "sleep")
 
     def record_hidden(self) -> None:
         """Samples carry the hidden states of their tokens from now on."""

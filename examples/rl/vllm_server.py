@@ -84,6 +84,8 @@ class Server:
         and, with max_kept, the ids that the filters kept (None where they are that many)."""
         from vllm import SamplingParams
 
+        if self.asleep:
+            raise RuntimeError("expected weights before the next answers: the engine sleeps")
         engine = self.llm.llm_engine
         self.hidden.clear()
         for i, prompt in enumerate(prompts):
@@ -102,10 +104,13 @@ class Server:
                     answer["hidden"] = [row.tolist() for row in rows]
                     answers[int(output.request_id)] = answer
             self.beat("step")
-        if self.sleeps:
-            self.llm.sleep(level=2)  # weights and cache; weights come before the next rollout
-            self.asleep = True
         return answers
+
+    def sleep(self) -> None:
+        """Leaves a GPU's memory to the trainer, until weights come."""
+        if self.sleeps and not self.asleep:
+            self.llm.sleep(level=2)  # weights and cache
+            self.asleep = True
 
     @staticmethod
     def _answer(output: Any, max_kept: int) -> dict[str, Any]:

@@ -425,7 +425,8 @@ class _WithLabels:
         samples = any(x is not None and x is not NOT_PASSED for x in contexts)
         running = ForwardState(labels, arguments["loss_mask"], samples=samples)
         processor = arguments["output_processor"]
-        if callable(processor):
+        processed = processor is not None and processor is not NOT_PASSED
+        if processed:
             arguments["output_processor"] = functools.partial(_process, processor, running)
         with patch.running(running):
             if labels is None or mtp == "keep":
@@ -433,7 +434,7 @@ class _WithLabels:
             else:
                 with _without_mtp(patch.model, arguments):
                     output = wrapped(*arguments.args, **arguments.kwargs)
-        if callable(processor):
+        if processed:
             return output
         if labels is None:
             patch.check_lazy(call, running)

@@ -12,7 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import rl_step
-from rl.config import RunConfig, SetupError, from_dict, load_config, override, validate
+from rl.config import (
+    ModelSection,
+    RunConfig,
+    SetupError,
+    from_dict,
+    llama_config,
+    load_config,
+    override,
+    validate,
+)
 
 from mcore_logprobs import LogprobConfig, add_logprob_args
 from tests.helpers.documents import ROOT
@@ -52,6 +61,10 @@ def test_megatron_lm_flags() -> None:
         ({"parallel": {"tp": True}}, "tp: expected int, got True"),
         ({"rollout": 3}, "rollout: expected a mapping, got 3"),
         ({"name": 7}, "name: expected str, got 7"),
+        ({"model": {"random": None}}, "random: expected a mapping, got None"),
+        ({"logprobs": None}, "logprobs: expected a mapping, got None"),
+        ({"optimizer": {"lr": "1e-5"}}, "lr: expected float, got '1e-5' .*write 1.0e-5"),
+        ({"rollout": {"temperature": float("inf")}}, "temperature: expected a finite number"),
     ],
 )
 def test_bad_values(values: dict, message: str) -> None:
@@ -92,6 +105,8 @@ def test_bad_values(values: dict, message: str) -> None:
             "^rollout.kept_tokens: expected engine with top_p < 1 or min_p > 0 and a reference",
         ),
         ({"rollout": {"min_p": 1.5}}, 1, "rollout.min_p: expected in"),
+        ({"rollout": {"gpu_memory": 3.0}}, 1, "rollout.gpu_memory: expected in"),
+        ({"rollout": {"max_model_len": -5}}, 1, "rollout.max_model_len: expected >= 1"),
         (
             {"rollout": {"top_p": 0.9, "min_p": 0.1}},
             1,
@@ -105,6 +120,13 @@ def test_bad_combinations(values: dict, world: int, message: str) -> None:
     config = from_dict(RunConfig, values, where="a.yaml")
     with pytest.raises(SetupError, match=message):
         validate(config, world)
+
+
+def test_sizes_of_a_random_model() -> None:
+    with pytest.raises(SetupError, match=r"model\.random: unknown key hiden_size"):
+        llama_config(ModelSection(random={"hiden_size": 5}))
+    with pytest.raises(SetupError, match=r"model\.random: "):
+        llama_config(ModelSection(random={"hidden_size": 12, "num_attention_heads": 5}))
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def test_unknown_task_and_option() -> None:
         make_task(TaskSection("no_such_task"), seed=0)
     with pytest.raises(SetupError, match="letter_counting"):
         make_task(TaskSection("letter_counting", {"colour": 1}), seed=0)
+    with pytest.raises(
+        SetupError, match="echo: prompt_length: expected an int from 1 to 26, got 0"
+    ):
+        make_task(TaskSection("echo", {"prompt_length": 0}), seed=0)
 
 
 # ---- weights -------------------------------------------------------------------------------------

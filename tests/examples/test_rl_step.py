@@ -367,6 +367,45 @@ def _filtered_steps(
     return [dataclasses.asdict(r) for r in records]
 
 
+def _moving_filter() -> list[dict[str, Any]]:
+    sections = {
+        "rollout": {"prompts": 8, "group_size": 4, "temperature": 0.7, "top_p": 0.6},
+        "grpo": {"micro_batch": 4, "updates": 3, "objective": "DROLoss"},
+        "optimizer": {"lr": 0.01},
+    }
+    with _trainer(sections=sections, tp=1, cp=1) as trainer:
+        return [dataclasses.asdict(trainer.train_step()[0]) for _ in range(3)]
+
+
+def test_tokens_that_an_update_makes_impossible(ranks: Ranks) -> None:
+    """The trainer's own filter moves with its weights, and the later updates leave them out."""
+    for record in ranks(1).run(_moving_filter)[0]:
+        assert math.isfinite(record["loss"])
+        assert math.isfinite(record["grad_norm"])
+
+
+def _engine_s_calls(out: str) -> list[str]:
+    """Of two steps with an evaluation after each."""
+    task = {**SHORT["task"], "eval_questions": 2, "eval_every": 1}
+    given = {"output_dir": out, "tp": 1, "cp": 1, "steps": 2}
+    calls: list[str] = []
+    with _trainer(sections=SHORT | {"task": task}, **given) as trainer:
+        for name in ("generate", "sleep", "sync"):
+
+            def traced(*args: Any, name: str = name, **kwargs: Any) -> Any:
+                calls.append(name)
+                return getattr(type(trainer.engine), name)(trainer.engine, *args, **kwargs)
+
+            setattr(trainer.engine, name, traced)
+        run_steps(trainer)
+    return calls
+
+
+def test_an_engine_that_sleeps_gets_weights_before_it_answers(ranks: Ranks, tmp_path: Path) -> None:
+    step = ["generate", "sleep", "sync", "generate"]  # the last one evaluates
+    assert ranks(1).run(_engine_s_calls, str(tmp_path))[0] == ["generate", *step, *step]
+
+
 def test_steps_under_top_p(ranks: Ranks) -> None:
     """The trainer's filter is the sampler's; with the sampler's own record nothing changes."""
     pool = ranks(4)

@@ -147,6 +147,7 @@ def test_every_pair_of_settings(setting):
 
 
 @pytest.mark.parametrize("entries", [None, 5])
+@interpreted
 def test_one_coefficient_alone_is_something_that_is_asked(entries: int | None) -> None:
     """Kernels pass over rows of which nothing is: every coefficient must count for that."""
     chunk = make_chunk(torch.randn(5, 300, device=DEVICE), 290)

@@ -86,7 +86,7 @@ def divergence(kind: str, model: Any, handle: Any, batch: dict[str, Any]) -> Any
             "teacher_weight": torch.randn(VOCAB, 6),
         },
         "topk": lambda: {
-            "teacher_topk": (-1.0 - torch.rand(b, s, 2), batch["labels"][..., None].repeat(1, 1, 2))
+            "teacher_topk": (-1.0 - torch.rand(b, s, 2), torch.randn(b, s, VOCAB).topk(2).indices)
         },
     }
     with handle.divergence("reverse", **teachers[kind]()):
