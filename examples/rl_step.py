@@ -116,6 +116,11 @@ class GrpoTrainer:
         batch.old_logprobs = old.logprobs
         # A token that the trainer's filter would never give has no ratio.
         batch.labels = batch.labels.masked_fill(old.logprobs.isinf(), IGNORE)
+        if not batch.mask.any():  # the same on every rank
+            raise SetupError(
+                f"step {self.step + 1}: none of the {sampled} sampled tokens is left to train on: "
+                "the engine's record (rollout.max_kept) or the trainer's filter leaves all out"
+            )
         if self.reference:
             batch.ref_logprobs = self.score(self.reference, batch).logprobs
         if config.rollout.importance_cap > 0:
@@ -194,6 +199,7 @@ class GrpoTrainer:
         sums = sum(parts, torch.zeros(3, dtype=torch.float64, device=self.layout.device))
         dist.all_reduce(sums, group=self.layout.dp_cp_group)
         loss, clipped, tokens = from_last_stage(sums, self.layout).tolist()
+        tokens = max(tokens, 1.0)
         return {"loss": loss / tokens, "clip_fraction": clipped / tokens}
 
     def loss_of_micro_batch(self, micro: Batch, stats: TokenStats) -> tuple[torch.Tensor, ...]:

@@ -511,9 +511,10 @@ def _pass_through(
     Megatron's DDP counts the gradients of each bucket, and raises where one is missing. So those of
     its parameters, which have a `main_grad`, are 0; without it there are none.
     """
-    if mtp is None or not hidden_states.requires_grad:
+    inside = () if mtp is None else mtp.parameters()
+    parameters = [p for p in inside if p.requires_grad and hasattr(p, "main_grad")]
+    if not (parameters and hidden_states.requires_grad):
         return hidden_states
-    parameters = (p for p in mtp.parameters() if p.requires_grad and hasattr(p, "main_grad"))
     return _LeftOut.apply(hidden_states, *parameters)
 
 

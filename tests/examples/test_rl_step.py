@@ -18,7 +18,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 (once, for the ranks too)
 import yaml
 from rl import checkpoint, checks
-from rl.config import load_config, override, validate
+from rl.config import SetupError, load_config, override, validate
 from rl.data import group_advantages
 from rl.layout import Layout, on_main
 from rl.optim import global_grad_norm
@@ -382,6 +382,23 @@ def test_tokens_that_an_update_makes_impossible(ranks: Ranks) -> None:
     for record in ranks(1).run(_moving_filter)[0]:
         assert math.isfinite(record["loss"])
         assert math.isfinite(record["grad_norm"])
+
+
+def _none_left() -> None:
+    with _trainer(sections=SHORT, tp=1, cp=1) as trainer:
+        made = trainer.batch
+
+        def batch(samples: list[Sample]) -> Any:
+            found = made(samples)
+            return dataclasses.replace(found, labels=torch.full_like(found.labels, -100))
+
+        trainer.batch = batch
+        with pytest.raises(SetupError, match="step 1: none of the 0 sampled tokens is left"):
+            trainer.train_step()
+
+
+def test_a_step_without_tokens_says_so(ranks: Ranks) -> None:
+    ranks(1).run(_none_left)
 
 
 def _engine_s_calls(out: str) -> list[str]:
