@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.launches import TARGETS, dry_launches
+from benchmarks.launches import NVIDIA_TARGETS, dry_launches
 from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.pairs import KINDS, PairSpec
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
@@ -254,29 +254,40 @@ def cases(width: int, valid: int | None = None) -> Iterator[Case]:
                     yield Case(f"pair {step} {kind}", what, "bf16", call, sides=2)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def asked_cases(
+    argv: Sequence[str] | None, *, name: str, what: str, targets: Sequence[str]
+) -> tuple[list[Case], str]:
+    """(the cases that a command line asks for, the target); prints what they are compiled with."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ahead",
-        description="Instructions, registers, spills and loads in flight of the Triton kernels as "
-        "calls launch them, as compiled; needs no GPU. An element is a column, of both "
-        "sides where there are two (pair).",
+        prog=f"python -m benchmarks.{name}",
+        description=f"{what} of the Triton kernels that calls launch, as compiled; needs no GPU.",
     )
     parser.add_argument("--kernel", default="", help="only those whose name contains this")
     parser.add_argument("--width", type=int, default=19008, help="columns, V/TP")
     parser.add_argument("--valid", type=int, help="columns that are true vocabulary")
-    parser.add_argument("--target", choices=TARGETS, default="sm_90", help="what to compile for")
+    parser.add_argument("--target", choices=targets, default=targets[0], help="what to compile for")
     args = parser.parse_args(argv)
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("triton", "torch"))
     print(f"{time.strftime('%Y-%m-%d')}, {', '.join(versions)}, {args.target}")
+    found = [case for case in cases(args.width, args.valid) if args.kernel in case.name]
+    return found, args.target
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    found, target = asked_cases(
+        argv,
+        name="ahead",
+        what="Instructions an element (a column, of both sides where there are two), registers, "
+        "spills and loads in flight",
+        targets=NVIDIA_TARGETS,
+    )
     print(
         f"{'kernel':29} {'what':16} {'dtypes':10} {'instr/elem':>10} {'regs':>4} {'blocks':>6} "
         f"{'spills':>6} {'16-byte ld':>10} {'st':>2} {'in flight':>9} {'covered':>7} "
         f"{'narrow ld':>9} {'st':>2}"
     )
-    for case in cases(args.width, args.valid):
-        if args.kernel not in case.name:
-            continue
-        built = case.built_for(args.target)
+    for case in found:
+        built = case.built_for(target)
         print(
             f"{case.name:29} {case.what:16} {case.dtypes:10} {case.instructions(built):10.1f} "
             f"{built.registers:4} {built.blocks:6} {built.spills:6} {built.wide('LD'):10} "

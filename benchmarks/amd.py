@@ -7,14 +7,11 @@ wide its accesses of global memory are. A kernel here is bound by memory, so tha
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.ahead import cases
+from benchmarks.ahead import asked_cases
 from benchmarks.launches import AMD_TARGETS, dry_launches
 
 
@@ -58,26 +55,14 @@ def assembled(call: Callable[[], object], target: str) -> list[tuple[str, Assemb
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.amd",
-        description="Registers, spills and widths of memory accesses of the Triton kernels as "
-        "calls launch them on an AMD GPU, as compiled; needs no GPU.",
-    )
-    parser.add_argument("--kernel", default="", help="only those whose name contains this")
-    parser.add_argument("--width", type=int, default=19008, help="columns, V/TP")
-    parser.add_argument("--valid", type=int, help="columns that are true vocabulary")
-    parser.add_argument("--target", choices=AMD_TARGETS, default="gfx942", help="MI300X, MI350X")
-    args = parser.parse_args(argv)
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("triton", "torch"))
-    print(f"{time.strftime('%Y-%m-%d')}, {', '.join(versions)}, {args.target}")
+    what = "Registers, spills and widths of memory accesses, on an AMD GPU,"
+    found, target = asked_cases(argv, name="amd", what=what, targets=AMD_TARGETS)
     print(f"{'kernel':29} {'what':16} {'dtypes':10} {'regs':>4} {'spills':>6}  loads; stores")
-    for case in cases(args.width, args.valid):
-        if args.kernel not in case.name:
-            continue
-        ((_, built),) = assembled(case.call, args.target)
+    for case in found:
+        ((_, built),) = assembled(case.call, target)
         words = (
-            ", ".join(f"{count} of {size}" for size, count in sorted(found.items(), reverse=True))
-            for found in map(built.accesses, ("load", "store"))
+            ", ".join(f"{count} of {size}" for size, count in sorted(widths.items(), reverse=True))
+            for widths in map(built.accesses, ("load", "store"))
         )
         print(
             f"{case.name:29} {case.what:16} {case.dtypes:10} {built.registers:4} {built.spills:6}"

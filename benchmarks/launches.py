@@ -49,6 +49,7 @@ from mcore_logprobs.ops.token_stats import (
 _PROCESSORS = {"sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
 TARGETS = tuple(_PROCESSORS)
 AMD_TARGETS = tuple(target for target in TARGETS if target.startswith("gfx"))
+NVIDIA_TARGETS = tuple(target for target in TARGETS if target not in AMD_TARGETS)
 _SHARED = {"gfx942": 64 << 10, "gfx950": 160 << 10}  # bytes of a block, at most; others: NVIDIA's
 
 

@@ -64,9 +64,6 @@ def call_map(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> Mapped
     return fn(*head, several, *tensors, **mask, **keywords)
 
 
-PER_TOKEN = ("logprobs", "entropy", "target_rank", "sum_pi_squared", "lse")
-
-
 def call_policy_loss(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> tuple:
     loss, stats = fn(*head, side["target"], rewarded, side["advantage"], **keywords)
     per_token = tuple(getattr(stats, name) for name in PER_TOKEN)
@@ -92,6 +89,7 @@ def call_sampling(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> t
 
 
 CANDIDATES = ("_TOP_P_CANDIDATES", "_MAX_CANDIDATES")
+PER_TOKEN = ("logprobs", "entropy", "target_rank", "sum_pi_squared", "lse")
 
 
 def candidates_of(draw: Draw) -> Side:

@@ -35,15 +35,17 @@ class RolloutEngine:
     name = "transformers"
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        from transformers import __version__
+        from transformers import GenerationConfig, __version__
 
         self.model, self.tokenizer, self.version = model.eval(), tokenizer, __version__
+        # Not the model's own penalties and bans, of which the trainer knows nothing.
+        self.model.generation_config = GenerationConfig()
 
     @classmethod
     def load(cls, section: ModelSection, *, seed: int) -> RolloutEngine:
         """Loads weights and tokenizer; raises SetupError where a package or file is missing."""
         llama, dtype = llama_config(section), getattr(torch, section.dtype)
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers import logging as hf_logging
 
         hf_logging.set_verbosity_error()
@@ -60,8 +62,6 @@ class RolloutEngine:
         except (ImportError, OSError, ValueError) as error:
             raise SetupError(f"model {section.source!r} does not load: {error}") from None
         renew_rotary_buffers(model)
-        # Not the model's own penalties and bans, of which the trainer knows nothing.
-        model.generation_config = GenerationConfig()
         return cls(model, ChatTokenizer(tokenizer))
 
     def sync(self) -> None:

@@ -246,6 +246,8 @@ class HeadPatch(DeferringHead):
         if self._without_labels:
             self._running[-1].reached = True
         output = super().forward(*args, **kwargs)
+        if self._running and self._running[-1].in_processor:
+            require_fused(self.call.config, self.why_real(), head_tp_group(self.layer))
         if self.reason and self._without_labels and self._wants_lazy and self.model is not None:
             require_fused(self.call.config, self.reason, head_tp_group(self.layer))
         return output
@@ -447,7 +449,7 @@ class _WithLabels:
 def _process(processor: Callable[..., object], running: ForwardState, **given: object) -> object:
     """Call an output processor, which may do anything with the logits that it asks for.
 
-    Our own (`logprob_output_processor`) has a forward of its own put in place of the patched one.
+    `logprob_output_processor` asks for none here: it replaces the layer's forward for its call.
     """
     running.in_processor = True
     try:

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from rl.config import RunConfig, SetupError, TaskSection
+from rl.config import RolloutSection, RunConfig, SetupError, TaskSection, load_config
 from rl.data import IGNORE, group_advantages, kept_ids, make_batch, make_task
 from rl.evaluate import Evaluation, Evaluator, Questions
 from rl.report import Reporter, StepRecord, plot_run, run_steps
-from rl.rollout import LetterTokenizer, Sample, left_pad
+from rl.rollout import LetterTokenizer, RolloutEngine, Sample, left_pad
 from rl.weights import Sizes, Slot, slot_of, to_megatron, to_transformers
 
 from mcore_logprobs.losses import OBJECTIVES
+from tests.helpers.documents import ROOT
 
 CPU = torch.device("cpu")
 
@@ -76,6 +77,25 @@ def test_left_padding() -> None:
     ids, mask = left_pad([[7, 8, 9], [7]], 2, CPU)
     assert ids.tolist() == [[7, 8, 9], [2, 2, 7]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_a_model_s_own_penalties_do_not_sample(tmp_path: Path) -> None:
+    """What the engine says of its tokens is what a forward of the model says."""
+    sizes = load_config(ROOT / "configs" / "tiny-cpu.yaml").model
+    made = RolloutEngine.load(sizes, seed=0).model
+    made.save_pretrained(tmp_path)
+    penalties = {"repetition_penalty": 1.5, "suppress_tokens": [3, 4], "no_repeat_ngram_size": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(penalties))
+    loaded = type(made).from_pretrained(tmp_path)
+    assert loaded.generation_config.repetition_penalty == 1.5
+    engine = RolloutEngine(loaded, LetterTokenizer())
+    asked = RolloutSection(max_new_tokens=8)
+    for sample in engine.generate([[1, 5, 6, 7]], group_size=4, seed=0, rollout=asked):
+        tokens, first = torch.tensor([sample.tokens]), sample.prompt_length
+        with torch.no_grad():
+            logprobs = loaded(tokens).logits.log_softmax(-1)[:, :-1]
+        wanted = logprobs.gather(-1, tokens[:, 1:, None])[0, first - 1 :, 0]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
 
 
 def test_echo_task() -> None:
