@@ -497,7 +497,7 @@ def _without_mtp(model: object, given: _Arguments) -> Iterator[None]:
     config = vars(model)["config"]
     vars(model)["config"] = copy.copy(config)
     vars(model)["config"].mtp_num_layers = None
-    vars(model)["mtp"] = functools.partial(_pass_through, vars(model)["_modules"].get("mtp"))
+    vars(model)["mtp"] = functools.partial(_pass_through, _of_mtp_alone(model))
     try:
         yield
     finally:
@@ -505,19 +505,37 @@ def _without_mtp(model: object, given: _Arguments) -> Iterator[None]:
         del vars(model)["mtp"]
 
 
+def _of_mtp_alone(model: object) -> nn.ModuleList:
+    """What only the call of the MTP layers would run: they, and an embedding made for them.
+
+    Behind the first pipeline stage the embedding is theirs, and its weight may be the head's too.
+    """
+    modules = vars(model)["_modules"]
+    names = ["mtp"] if getattr(model, "pre_process", True) else ["mtp", "embedding"]
+    return nn.ModuleList([modules[name] for name in names if modules.get(name) is not None])
+
+
 def _pass_through(
-    mtp: nn.Module | None, *args: object, hidden_states: Tensor, **kwargs: object
+    left_out: nn.ModuleList, *args: object, hidden_states: Tensor, **kwargs: object
 ) -> Tensor:
     """In place of the MTP layers' call: the hidden states.
 
     Megatron's DDP counts the gradients of each bucket, and raises where one is missing. So those of
-    its parameters, which have a `main_grad`, are 0; without it there are none.
+    its parameters, which have a `main_grad`, are 0; without it there are none. The distributed
+    optimizer's gather of parameters, which modules' hooks wait for, is waited for.
     """
-    inside = () if mtp is None else mtp.parameters()
+    for module in left_out.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if getattr(hook, "__module__", "") == _DDP:
+                hook(module, ())
+    inside = left_out.parameters()
     parameters = [p for p in inside if p.requires_grad and hasattr(p, "main_grad")]
     if not (parameters and hidden_states.requires_grad):
         return hidden_states
     return _LeftOut.apply(hidden_states, *parameters)
+
+
+_DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
 class _LeftOutContext(FunctionCtx):

@@ -24,6 +24,7 @@ MODES = {
     "stats": LogprobConfig(fused="require"),
     "loss": LogprobConfig(fused="require", output="loss"),
     "policy loss": LogprobConfig(fused="require"),
+    "mtp off": LogprobConfig(fused="require", mtp="off"),
     "lazy": LogprobConfig(fused="require", logits="lazy"),
 }
 
@@ -52,8 +53,14 @@ def weighted(values: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return loss, loss.detach().clone()
 
 
-def train(mode: str | None, tied: bool, mtp: bool, fusion: bool) -> list[list[float]]:
-    """Of each step the losses and the gradient norm; mode None: without a patch."""
+def train(
+    mode: str | None, tied: bool, mtp: bool, fusion: bool, factor: float = 0.1
+) -> list[list[float]]:
+    """Of each step the losses and the gradient norm; mode None: without a patch.
+
+    Args:
+        factor: of multi-token prediction's loss.
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -64,7 +71,8 @@ def train(mode: str | None, tied: bool, mtp: bool, fusion: bool) -> list[list[fl
 
     overlaps = {"use_distributed_optimizer": True, "overlap_param_gather": True}
     with megatron() as parallel_state, mock.patch.object(torch.Tensor, "type", _named_as_cuda):
-        config = tiny_config(**({"mtp_num_layers": 1} if mtp else {}))
+        extra = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": factor}
+        config = tiny_config(**(extra if mtp else {}))
         model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=tied, mtp=mtp)
         wrapped = DistributedDataParallel(
             config,
@@ -143,4 +151,11 @@ def test_steps_are_those_of_an_unpatched_model(ranks, mode, tied, mtp, fusion):
     got = torch.tensor(ranks(2).run(train, mode, tied, mtp, fusion))
     assert expected.isfinite().all()
     assert not torch.equal(expected[0], expected[1])  # each rank has tokens of its own
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_steps_without_multi_token_prediction(ranks):
+    """Nobody calls its layers, whose hooks wait for their parameters' gather."""
+    expected = torch.tensor(ranks(2).run(train, None, True, True, False, 0.0))
+    got = torch.tensor(ranks(2).run(train, "mtp off", True, True, False))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)

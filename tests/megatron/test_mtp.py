@@ -21,6 +21,7 @@ from tests.megatron.common import (
     tiny_config,
     worst,
 )
+from tests.megatron.test_pipeline import train_step, weighted, wrapped_chunks
 
 
 def logged_metrics(run: Any) -> dict[str, torch.Tensor]:
@@ -203,6 +204,23 @@ def counted_by_ddp() -> None:
 
 def test_switched_off_under_ddp(ranks):
     ranks(1).run(counted_by_ddp)
+
+
+def counted_on_a_later_stage() -> float:
+    """The last stage has an embedding that multi-token prediction alone uses."""
+    with megatron(pp=2) as parallel_state:
+        config = tiny_config(mtp_num_layers=1)
+        chunks = wrapped_chunks(config, tied=False, mtp=True, ddp={"overlap_grad_reduce": True})
+        batches = [make_batch(parallel_state, seed=seed) for seed in range(2)]
+        config.mtp_loss_scaling_factor = 0.0
+        _, expected = train_step(config, chunks, batches, weighted)
+        with patch_gpt_model(chunks, LogprobConfig(mtp="off")):
+            steps = [train_step(config, chunks, batches, weighted)[1] for _ in range(2)]
+        return max(worst(grads, expected) for grads in steps)
+
+
+def test_switched_off_in_a_pipeline_under_ddp(ranks):
+    assert max(ranks(2).run(counted_on_a_later_stage)) < 1e-5
 
 
 @pytest.mark.parametrize(("tp", "fused"), [(1, False), (2, True)])
