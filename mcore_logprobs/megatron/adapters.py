@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
+from mcore_logprobs.megatron.ddp import waits_for_parameters
 from mcore_logprobs.megatron.fsdp import is_sharded
 
 _PARTS = {"linear_in.weight", "linear_out.weight"}
@@ -277,10 +278,13 @@ def base_dtype(base: Any) -> torch.dtype:
 
 
 def _reason_against_inner_hooks(layer: Any) -> str:
-    """The modules inside are not called, so that a hook on them (a parameter gather) is skipped."""
+    """The modules inside are not called, so that a hook on them is skipped.
+
+    But for DDP's, which wait for parameters: those are run where the call is deferred.
+    """
     for module in layer.modules():
         hooks = (
-            *module._forward_pre_hooks.values(),
+            *(x for x in module._forward_pre_hooks.values() if not waits_for_parameters(x)),
             *module._forward_hooks.values(),
             *module._backward_hooks.values(),
             *module._backward_pre_hooks.values(),

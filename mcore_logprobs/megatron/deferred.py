@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mcore_logprobs.megatron.adapters import base_layer
+from mcore_logprobs.megatron.adapters import base_layer, is_adapter
+from mcore_logprobs.megatron.ddp import wait_for_parameters
 from mcore_logprobs.megatron.heads import call_reason
 from mcore_logprobs.megatron.lazy import call_of
 from mcore_logprobs.sources.head import HeadLogits
@@ -328,6 +329,8 @@ class DeferringHead:
         if self.reason:
             return original(layer, input_, weight, runtime_gather_output, **other)
         sequence_parallel = base.sequence_parallel
+        if is_adapter(layer):
+            wait_for_parameters(layer)
 
         def real(hidden: Tensor, present: Tensor) -> Tensor:
             # Inference switches the flag around the call, which may be over by now.

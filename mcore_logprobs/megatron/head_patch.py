@@ -15,6 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.calls import NOT_PASSED, Call, ForwardState, OpenBlocks, check_shifted
+from mcore_logprobs.megatron.ddp import wait_for_parameters
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import (
@@ -524,18 +525,12 @@ def _pass_through(
     its parameters, which have a `main_grad`, are 0; without it there are none. The distributed
     optimizer's gather of parameters, which modules' hooks wait for, is waited for.
     """
-    for module in left_out.modules():
-        for hook in list(module._forward_pre_hooks.values()):
-            if getattr(hook, "__module__", "") == _DDP:
-                hook(module, ())
+    wait_for_parameters(left_out)
     inside = left_out.parameters()
     parameters = [p for p in inside if p.requires_grad and hasattr(p, "main_grad")]
     if not (parameters and hidden_states.requires_grad):
         return hidden_states
     return _LeftOut.apply(hidden_states, *parameters)
-
-
-_DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
 class _LeftOutContext(FunctionCtx):

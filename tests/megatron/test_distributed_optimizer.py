@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_logprobs import LogprobConfig, patch_model, vocab_parallel_logprobs
 from mcore_logprobs.cpu_megatron import models as mm
 from tests.megatron.common import SEQ, VOCAB, loss_of, make_batch, megatron, tiny_config
+from tests.megatron.test_lora import LoRALinear, ParallelLinearAdapter
 
 STEPS, MICROBATCHES = 3, 2
 MODES = {
@@ -54,12 +55,19 @@ def weighted(values: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    mode: str | None, tied: bool, mtp: bool, fusion: bool, factor: float = 0.1
+    mode: str | None,
+    tied: bool,
+    mtp: bool,
+    fusion: bool,
+    *,
+    factor: float = 0.1,
+    lora: bool = False,
 ) -> list[list[float]]:
     """Of each step the losses and the gradient norm; mode None: without a patch.
 
     Args:
         factor: of multi-token prediction's loss.
+        lora: whether the head is frozen, with a LoRA around it, which has a bucket of its own.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -74,10 +82,17 @@ def train(
         extra = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": factor}
         config = tiny_config(**(extra if mtp else {}))
         model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=tied, mtp=mtp)
+        if lora:
+            head = model.output_layer
+            head.weight.requires_grad_(False)
+            model.output_layer = LoRALinear(head, ParallelLinearAdapter(head))
         wrapped = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=3000, **overlaps
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=True,
+                bucket_size=700 if lora else 3000,
+                **overlaps,
             ),
             model,
         )
@@ -90,7 +105,7 @@ def train(
         config.grad_scale_func = optimizer.scale_loss
         config.no_sync_func = wrapped.no_sync
         handle = None if mode is None else patch_model(wrapped, MODES[mode])
-        if handle is not None:
+        if handle is not None and not lora:
             model.output_layer.gradient_accumulation_fusion = fusion
         rank = parallel_state.get_data_parallel_rank()
 
@@ -156,6 +171,15 @@ def test_steps_are_those_of_an_unpatched_model(ranks, mode, tied, mtp, fusion):
 
 def test_steps_without_multi_token_prediction(ranks):
     """Nobody calls its layers, whose hooks wait for their parameters' gather."""
-    expected = torch.tensor(ranks(2).run(train, None, True, True, False, 0.0))
+    expected = torch.tensor(ranks(2).run(train, None, True, True, False, factor=0.0))
     got = torch.tensor(ranks(2).run(train, "mtp off", True, True, False))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["stats", "policy loss", "lazy"])
+def test_steps_of_a_lora(ranks, mode):
+    """Nobody calls the modules inside it, whose hooks wait for their parameters' gather."""
+    expected = torch.tensor(ranks(2).run(train, None, False, False, False, lora=True))
+    got = torch.tensor(ranks(2).run(train, mode, False, False, False, lora=True))
+    assert expected.isfinite().all()
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
