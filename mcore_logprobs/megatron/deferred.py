@@ -159,13 +159,15 @@ class DeferredLogits:
         Megatron counts accepted multi-token predictions so, from 0.19 on.
         """
         if self._over_vocabulary(args, kwargs):
-            return self.largest()
+            # Copies: the caller may write into what it gets.
+            values, indices = self.largest()
+            return torch.return_types.max((values.clone(), indices.clone()))
         return self.materialize().max(*_materialized(args), **_materialized(kwargs))
 
     def argmax(self, *args: Any, **kwargs: Any) -> Tensor:
         """`Tensor.argmax`, by the same means."""
         if self._over_vocabulary(args, kwargs):
-            return self.largest().indices
+            return self.largest().indices.clone()
         return self.materialize().argmax(*args, **kwargs)
 
     def _over_vocabulary(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
