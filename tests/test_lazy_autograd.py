@@ -117,3 +117,136 @@ def test_what_was_frozen_in_the_call_gets_no_gradient(thawed: str) -> None:
         tensors[thawed].requires_grad_(True)
         consume(logits).backward()
         assert [x.grad is None for x in tensors.values()] == [name == thawed for name in tensors]
+
+
+# ---- writes that handles do not see, and functions that are given what was written to ------------
+
+COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: x[..., V - 3 :],
+    "one column": lambda x: x[..., 2],
+    "narrow": lambda x: x.narrow(-1, 1, 4),
+    "some rows": lambda x: x[1:, ..., 2:3],
+}
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_write_into_a_view_of_columns_is_seen(columns: str, mode: Any) -> None:
+    tensors, found = head(), []
+    with mode():
+        for logits in (lazy_logits(**tensors), tensors["hidden"] @ tensors["weight"].t()):
+            before = logits.transpose(0, 1)
+            logits.softmax(-1)
+            COLUMNS[columns](logits).fill_(-2.0)
+            values = [entropy(logits), entropy(before[1:]), logits.argmax(-1).float()]
+            if values[0].requires_grad:
+                values += torch.autograd.grad(values[0] + values[1], list(tensors.values()))
+            found.append(values)
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_write_that_other_views_cannot_see_is_refused() -> None:
+    """Into real logits of some rows; and into those that a checkpoint computes again."""
+    logits = lazy_logits(**head())
+    logits[1:][..., 3:].fill_(-2.0)
+    for use in (entropy, lambda x: entropy(x[1:]), lambda x: x / 0.7):
+        with pytest.raises(RuntimeError, match=r"write to the lazy logits themselves"):
+            use(logits)
+
+    def fill(x: Tensor) -> Tensor:
+        x[..., 3:].fill_(-2.0)
+        return entropy(x)
+
+    with pytest.raises(RuntimeError, match=r"write to the lazy logits themselves"):
+        checkpoint(fill, lazy_logits(**head()), use_reentrant=False)
+
+
+def test_real_logits_that_are_gone_are_not_watched() -> None:
+    logits = lazy_logits(**head())
+    assert isinstance(logits, LazyLogits)
+    for _ in range(20):
+        logits[1:].softmax(-1)
+        logits[1:]
+    assert len(logits.view_of_head.rows._given_out) < 3
+
+
+class Squares(torch.autograd.Function):
+    """A trainer's own, which keeps what it needs of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        values = logits.double().float()
+        ctx.save_for_backward(values)
+        return values.square().sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2.0 * ctx.saved_tensors[0] * grads[0].unsqueeze(-1)
+
+
+class GivenOn(torch.autograd.Function):
+    """A trainer's own, which doubles the gradient alone."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2.0 * grads[0]
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "masked": lambda x: x.masked_fill_(torch.arange(S).view(S, 1, 1) == 1, -2.0),
+    "twice": lambda x: (x[2].clamp_(max=0.1), x.mul_(-0.5)),
+    "item": lambda x: x.__setitem__((..., 3), -1.0),
+    "into columns": lambda x: (x[..., 3:].fill_(-2.0), x.shape, x[0]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("function", ["values", "gradient", "checkpoint"])
+def test_a_function_of_logits_that_were_written_to(write: str, function: str) -> None:
+    functions: dict[str, Callable[[Any], Tensor]] = {
+        "values": lambda x: Squares.apply(x).sum(),
+        "gradient": lambda x: entropy(GivenOn.apply(x)),
+        "checkpoint": lambda x: checkpoint(entropy, x, use_reentrant=True),
+    }
+    found = []
+    for lazy in (True, False):
+        tensors = head()
+        logits = lazy_logits(**tensors) if lazy else tensors["hidden"] @ tensors["weight"].t()
+        WRITES[write](logits)
+        loss = functions[function](logits)
+        (loss + entropy(logits)).backward()
+        found.append([loss, *(x.grad for x in tensors.values())])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_that_may_not_have_seen_a_write_is_refused() -> None:
+    logits = lazy_logits(**head())
+    logits[..., 3:].fill_(-2.0)
+    with pytest.raises(RuntimeError, match=r"an autograd function was given the lazy ones"):
+        Squares.apply(logits).sum().backward()
+
+
+def test_a_function_within_a_reentrant_checkpoint() -> None:
+    found = []
+    for lazy in (True, False):
+        tensors = head()
+        logits = lazy_logits(**tensors) if lazy else tensors["hidden"] @ tensors["weight"].t()
+        checkpoint(Squares.apply, logits, use_reentrant=True).sum().backward()
+        found.append([x.grad for x in tensors.values()])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_head_within_a_reentrant_checkpoint() -> None:
+    """Setting `requires_grad` to what it is makes nothing real."""
+    logits = lazy_logits(**{name: x.detach() for name, x in head().items()}, require=True)
+    scale = torch.ones((), requires_grad=True)
+    checkpoint(lambda x, s: entropy(x) * s, logits, scale, use_reentrant=True).backward()
+    logits.requires_grad = False
+    assert scale.grad is not None

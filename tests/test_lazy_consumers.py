@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import mcore_logprobs as ours
+from mcore_logprobs.kernels import budgets
+from tests.engine.cases import BUDGETS
 from tests.helpers.lazy import Seen, lazy_logits
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
 
@@ -378,6 +380,42 @@ def test_results_are_the_callers_own(gradient: bool) -> None:
             for x in (stats.entropy, stats.logprobs, stats.lse):
                 assert x is not None
                 x.zero_()
+
+
+@torch.no_grad()
+def test_metrics_are_the_callers_own() -> None:
+    """What is written into a metric is not what the next one gets."""
+    lazy = lazy_logits(torch.randn(S, B, H), torch.randn(V, H))
+    for metric in METRICS.values():
+        found = metric(lazy)
+        expected = found.clone()
+        found.zero_()
+        assert torch.equal(metric(lazy), expected)
+
+
+@torch.no_grad()
+def test_a_rank_that_nobody_asked_for() -> None:
+    """A consumer that joins a pass gets no ranks of the other's targets."""
+    lazy = lazy_logits(torch.randn(S, B, H), torch.randn(V, H))
+    first, second = (labels(seed, lazy.shape[:-1]) for seed in (1, 2))
+    ours.vocab_parallel_target_rank(lazy, first)
+    assert ours.vocab_parallel_token_stats(lazy, second).target_rank is None
+
+
+@pytest.mark.parametrize("vocab_size", [V - 1, V // 2, 1])
+def test_blocks_of_padding_alone(vocab_size: int) -> None:
+    """log_softmax says -inf there, though no such block is multiplied."""
+    operands = [torch.randn(S, B, H, requires_grad=True), torch.randn(V, H, requires_grad=True)]
+    upstream, found = torch.randn(S, B, V), []
+    upstream[..., vocab_size:] = 0.0
+    for logits in (lazy_logits(*operands), operands[0] @ operands[1].t()):
+        with budgets.use(BUDGETS["narrow"]):
+            values = ours.vocab_parallel_log_softmax(logits, vocab_size=vocab_size)
+            loss = (values.masked_fill(values.isinf(), 0.0) * upstream).sum()
+            found.append((values, *torch.autograd.grad(loss, operands)))
+    assert bool(found[0][0][..., vocab_size:].isneginf().all())
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_metrics_that_are_others() -> None:

@@ -200,6 +200,8 @@ def joint_statistics(
     else:
         results = known.results if local_target is None else known.join(source, local_target)
     unasked = {name: None for name in results._fields if not getattr(spec, name, True)}
+    if not spec.rank:  # nor those of another consumer's targets
+        unasked["target_rank"] = None
     asked = results._replace(**unasked)
     # Copies: a caller may write into what it gets, and the next one joins the pass.
     return asked.map(lambda x: x.view(shape).clone())

@@ -55,7 +55,6 @@ class _LogSoftmaxForward(RowStatistics):
             torch.sub(step_chunk.unscaled(), row_max, out=valid)
             times_multiplier(valid, step_chunk.processing.multiplier, out=valid)
             valid -= log_sum
-            out[:, step_chunk.valid :] = -torch.inf
 
     def finalize(self) -> None:
         self._softmax = self.reduce()[0].softmax
@@ -66,6 +65,7 @@ class _LogSoftmaxForward(RowStatistics):
         shape = source.batch_shape if source.batch_shape.numel() == rows else (rows,)
         result = torch.empty((*shape, width), dtype=dtype, device=device)
         self._result = result.view(rows, width)
+        self._result[:, source.shard.valid_width :] = -torch.inf  # of which a head shows no block
 
     def results(self) -> tuple[Results, Saved]:
         assert self._softmax is not None

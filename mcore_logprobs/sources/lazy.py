@@ -30,6 +30,7 @@ from mcore_logprobs.sources.lazy_rows import Rows, View, saved_tensors_hooks
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
+_WRITE_SO = "write to the lazy logits themselves, as logits[..., columns] = value does"
 # Whose lines are not the caller's.
 _INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), copy.__file__, "<")
 
@@ -176,6 +177,13 @@ class LazyLogits(Tensor):
             self._leaf = _Through.apply(self)
             return self._leaf
         rows = self._view.rows
+        if rows.look_for_writes():
+            self.rejoin()
+        if rows.overwritten:
+            raise RuntimeError(
+                "lazy logits: the real logits of some of their rows were changed in place through "
+                f"a view of some columns, which the others do not see; {_WRITE_SO}"
+            )
         lost = rows.scaled_without_gradient or (rows.written and True not in rows.real)
         if lost and self._wants_gradient:
             raise RuntimeError(
@@ -225,7 +233,9 @@ class LazyLogits(Tensor):
                 if kind in self._real and self._real[kind][0] == rows.version:
                     return self._real[kind][1]
         _say_or_refuse(view, what)
-        real = view.compute(gradient=wants)
+        with torch.inference_mode(False):  # inference tensors do not count their versions
+            real = view.compute(gradient=wants)
+        rows.give_out(real)
         if keeps and view.is_whole:
             rows.real[wants] = real.view(-1, view.width)
         elif keeps:
@@ -233,8 +243,9 @@ class LazyLogits(Tensor):
         return real
 
     def make_leaf(self, what: str) -> Tensor:
-        """Real logits without a graph, which this handle is from now on: for their own gradient."""
-        self._leaf = self.materialize(what).detach()
+        """Real logits that are a leaf with a gradient, which this handle is from now on."""
+        self._leaf = self.materialize(what).detach().requires_grad_()
+        self.join(self._leaf)
         return self._leaf
 
     def materialize_to_write(self, what: str) -> Tensor:
@@ -252,8 +263,26 @@ class LazyLogits(Tensor):
         if wants and rows.rows is not None:
             real = real.clone()  # the result of an autograd function, to which torch does not write
         rows.real, rows.written = {wants: real}, True
+        rows.take_back(real)
         self._real.clear()
         return self._part_of(real)
+
+    def join(self, real: Tensor) -> None:
+        """Whatever takes this handle for a tensor has a gradient of `real` from now on."""
+        with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(self):
+            _Written.apply(real, self)
+
+    def rejoin(self) -> None:
+        """After a write: whatever takes this handle or another view of it for a tensor has the
+        gradient of the real logits as they are now.
+        """
+        rows = self._view.rows
+        for handle in rows.handles() if rows.written and torch.is_grad_enabled() else ():
+            assert isinstance(handle, LazyLogits)
+            if handle.requires_grad and handle.owned is None:
+                real = handle._shared()
+                if real.requires_grad:
+                    handle.join(real)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (
@@ -292,12 +321,22 @@ class _Handle(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, view: View, *inputs: Tensor) -> LazyLogits:
         ctx.view = view  # no tensors are saved: the head holds them, and checks their versions
+        ctx.set_materialize_grads(False)
         return LazyLogits(view)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         view, needs = ctx.view, ctx.needs_input_grad[1:]
+        if grads[0] is None:  # the handle has been joined to real logits since
+            return None, *(None for _ in needs)
         hidden, *others = view.rows.head.inputs
+        view.rows.look_for_writes()
+        if view.rows.written_past_handles:
+            raise RuntimeError(
+                "lazy logits: their real ones were changed in place through a view of some "
+                "columns, and an autograd function was given the lazy ones, to whose gradient "
+                f"they are those of before; {_WRITE_SO}"
+            )
         # A leaf: a tied weight would be reached through the whole model as well.
         hidden = hidden.detach().requires_grad_(needs[0])
         differentiated = [x for x, need in zip((hidden, *others), needs, strict=True) if need]
@@ -312,6 +351,8 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, handle: LazyLogits) -> Tensor:
+        if handle.view_of_head.rows.written:
+            return handle._shared().detach()
         return handle.view_of_head.compute(gradient=False)
 
     @staticmethod
@@ -319,6 +360,21 @@ class _Through(torch.autograd.Function):
         return grads[0]
 
 
+class _Written(torch.autograd.Function):
+    """Puts a handle behind the real logits that it has become by a write."""
+
+    @staticmethod
+    def forward(ctx: Any, real: Tensor, handle: LazyLogits) -> LazyLogits:
+        ctx.mark_dirty(handle)
+        return handle
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+# Where a handle has not passed through a function of a caller's.
+_HEADS = (_Handle, _Written)
 # torch's own nodes that hand a gradient on as it is, and functions that were found to.
 _SAME = ("AliasBackward0", "ViewBackward0")
 _identities: set[type] = set()
@@ -352,7 +408,7 @@ def _function_before(handle: LazyLogits) -> str:
     """The autograd function that a handle has passed through since its head, or ""."""
     with torch._C.DisableTorchFunctionSubclass():  # at each operation: without the detour
         node = handle.grad_fn
-    while node is not None and (function := _function_of(node)) is not _Handle:
+    while node is not None and (function := _function_of(node)) not in _HEADS:
         if function not in _identities and node.name() not in _SAME:
             return str(node.name()).removesuffix("Backward")
         node = node.next_functions[0][0]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mcore_logprobs.groups import group_size
 from mcore_logprobs.sources.lazy import LazyLogits
+from mcore_logprobs.sources.lazy_head import RowSummary
 from mcore_logprobs.sources.lazy_rows import Rows, View
 
 # As an attribute: in torch 2.4 it is no module to import from.
@@ -109,7 +110,7 @@ def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object
             return _itself(func, args, kwargs)
         if name == "requires_grad_" and args[1:] in ((), (True,)):
             if not handle.requires_grad:
-                handle.make_leaf(name).requires_grad_()
+                handle.make_leaf(name)
             return handle
         if name == "register_hook" and _is_harmless(args[1]):
             return _itself(func, args, kwargs)
@@ -165,9 +166,11 @@ def _property(kind: str, func: Any, args: tuple[Any, ...]) -> object:
     if kind == "__get__" and name in ("grad", "_grad", "_base") and handle.written() is None:
         return None
     if kind == "__set__":
-        wants = name == "requires_grad" and not handle.requires_grad
-        real = handle.make_leaf(name) if wants else handle.materialize_to_write(name)
-        return func(real, *args[1:])
+        if name == "requires_grad" and args[1] in (True, handle.requires_grad):
+            if args[1] and not handle.requires_grad:
+                handle.make_leaf(name)
+            return None
+        return func(handle.materialize_to_write(name), *args[1:])
     return func(handle.materialize(name), *args[1:])
 
 
@@ -347,7 +350,7 @@ def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
         return _NOT
     if wants and not name.startswith("arg"):
         return view.mean().to(dtype) if name == "mean" else _NOT
-    summary = view.summary()
+    summary = RowSummary(*(x.clone() for x in view.summary()))  # the caller may write into it
     if name.startswith("arg"):
         return summary.largest_column if name == "argmax" else summary.smallest_column
     if name == "max":
@@ -515,6 +518,8 @@ def _with_real(name: str, func: Any, args: tuple[object, ...], kwargs: dict[str,
         result = func(*_real(args, name), **kwargs)
     else:
         result = func(real, *_real(args[1:], name), **_real(kwargs, name))
+    if not hooked:
+        written.rejoin()
     return written if result is real else result
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mcore_logprobs.groups import VocabShard, group_size
 from mcore_logprobs.sources.head import HeadLogits
@@ -40,6 +41,9 @@ class Rows:
             the logits as they were.
         version: how often the temperature was changed.
         summary: of the places of a view, at a version.
+        written_past_handles: whether somebody wrote into real logits through a view of their
+            columns, which is no handle.
+        overwritten: whether those were logits that only some of the views have.
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class Rows:
         self.written = self.read_by_function = self.scaled_without_gradient = False
         self.version = 0
         self.summary: tuple[int, Tensor, RowSummary] | None = None
+        self.written_past_handles = self.overwritten = False
         self._handles: list[weakref.ref[Tensor]] = []
+        self._given_out: list[_GivenOut] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,12 +73,37 @@ class Rows:
         """A handle that stands for some of these rows."""
         self._handles.append(weakref.ref(handle))
 
+    def handles(self) -> list[Tensor]:
+        """Those that are alive."""
+        self._handles = [x for x in self._handles if x() is not None]
+        return [x for reference in self._handles if (x := reference()) is not None]
+
+    def give_out(self, real: Tensor) -> None:
+        """Real logits that a caller may keep a view of, and write into later."""
+        if not real.is_inference():
+            self._given_out.append(_GivenOut.of(real))
+
+    def take_back(self, real: Tensor) -> None:
+        """Real logits that all views share from now on, so that a write needs no looking for."""
+        self._given_out = [x for x in self._given_out if not x.is_of(real)]
+
+    def look_for_writes(self) -> bool:
+        """Whether somebody has written past the handles since the last look."""
+        if not any(x.is_written for x in self._given_out):
+            self._given_out = [x for x in self._given_out if not x.is_gone]
+            return False
+        # What all views share is written to as if through a handle.
+        latest = self.real.get(True, self.real.get(False))
+        shared = all(x.is_of(latest) for x in self._given_out if x.is_written)
+        self.written, self.overwritten = self.written or shared, not shared
+        self.written_past_handles, self._given_out = True, []
+        self.changed()
+        return True
+
     def changed(self) -> None:
         """To autograd the handles have changed in place, all of them: who saved one is told."""
-        self._handles = [x for x in self._handles if x() is not None]
-        for reference in self._handles:
-            handle = reference()
-            if handle is not None and not handle.is_inference():
+        for handle in self.handles():
+            if not handle.is_inference():
                 torch.autograd.graph.increment_version(handle)
 
     def divide_(self, places: Tensor, by: float | Tensor) -> None:
@@ -89,6 +120,41 @@ class Rows:
         by = by.reshape(-1).to(temperature.dtype) if isinstance(by, Tensor) else by
         temperature[at] = temperature[at] * by
         self.temperature = temperature
+
+
+@dataclass(frozen=True)
+class _GivenOut:
+    """Real logits, of which this holds no memory.
+
+    Attributes:
+        counter: an empty tensor that has their version counter.
+        version: theirs when they were given out.
+    """
+
+    counter: Tensor
+    version: int
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, real: Tensor) -> _GivenOut:
+        counter = real.detach()
+        counter.data = torch.empty(0, dtype=real.dtype, device=real.device)
+        return cls(counter, counter._version, StorageWeakRef(real.untyped_storage()))
+
+    @property
+    def is_written(self) -> bool:
+        return self.counter._version != self.version
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody has them any more."""
+        return bool(self.storage.expired())
+
+    def is_of(self, real: Tensor | None) -> bool:
+        """Whether they are those."""
+        if real is None or self.is_gone:
+            return False
+        return bool(self.storage.cdata == StorageWeakRef(real.untyped_storage()).cdata)
 
 
 @dataclass(frozen=True)
