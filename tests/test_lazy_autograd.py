@@ -151,14 +151,16 @@ def test_a_write_that_other_views_cannot_see_is_refused() -> None:
     logits = lazy_logits(**head())
     logits[1:][..., 3:].fill_(-2.0)
     for use in (entropy, lambda x: entropy(x[1:]), lambda x: x / 0.7):
-        with pytest.raises(RuntimeError, match=r"write to the lazy logits themselves"):
+        with pytest.raises(
+            RuntimeError, match="got a write into real logits of some of their rows"
+        ):
             use(logits)
 
     def fill(x: Tensor) -> Tensor:
         x[..., 3:].fill_(-2.0)
         return entropy(x)
 
-    with pytest.raises(RuntimeError, match=r"write to the lazy logits themselves"):
+    with pytest.raises(RuntimeError, match="got a write into real logits of some of their rows"):
         checkpoint(fill, lazy_logits(**head()), use_reentrant=False)
 
 
@@ -228,7 +230,7 @@ def test_a_function_of_logits_that_were_written_to(write: str, function: str) ->
 def test_a_function_that_may_not_have_seen_a_write_is_refused() -> None:
     logits = lazy_logits(**head())
     logits[..., 3:].fill_(-2.0)
-    with pytest.raises(RuntimeError, match=r"an autograd function was given the lazy ones"):
+    with pytest.raises(RuntimeError, match="an autograd function that was given"):
         Squares.apply(logits).sum().backward()
 
 

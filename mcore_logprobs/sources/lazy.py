@@ -30,7 +30,10 @@ from mcore_logprobs.sources.lazy_rows import Rows, View, saved_tensors_hooks
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
-_WRITE_SO = "write to the lazy logits themselves, as logits[..., columns] = value does"
+_WRITE_SO = (
+    "lazy logits: expected columns to be written by logits[..., columns] = value or another "
+    "operation in place of the lazy logits themselves"
+)
 # Whose lines are not the caller's.
 _INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), copy.__file__, "<")
 
@@ -181,8 +184,8 @@ class LazyLogits(Tensor):
             self.rejoin()
         if rows.overwritten:
             raise RuntimeError(
-                "lazy logits: the real logits of some of their rows were changed in place through "
-                f"a view of some columns, which the others do not see; {_WRITE_SO}"
+                f"{_WRITE_SO}, got a write into real logits of some of their rows, which the "
+                "others do not see"
             )
         lost = rows.scaled_without_gradient or (rows.written and True not in rows.real)
         if lost and self._wants_gradient:
@@ -333,9 +336,8 @@ class _Handle(torch.autograd.Function):
         view.rows.look_for_writes()
         if view.rows.written_past_handles:
             raise RuntimeError(
-                "lazy logits: their real ones were changed in place through a view of some "
-                "columns, and an autograd function was given the lazy ones, to whose gradient "
-                f"they are those of before; {_WRITE_SO}"
+                f"{_WRITE_SO}, got a write into a view of them and an autograd function that was "
+                "given the lazy logits, whose gradient would be of those before the write"
             )
         # A leaf: a tied weight would be reached through the whole model as well.
         hidden = hidden.detach().requires_grad_(needs[0])
