@@ -234,6 +234,14 @@ def test_a_function_that_may_not_have_seen_a_write_is_refused() -> None:
         Squares.apply(logits).sum().backward()
 
 
+def test_a_function_of_a_scale_without_gradient_is_refused() -> None:
+    """Whose gradient would have the scale, where torch's has not."""
+    logits = lazy_logits(**head())
+    logits.detach().div_(2.0)
+    with pytest.raises(RuntimeError, match="behind a detach"):
+        Squares.apply(logits).sum().backward()
+
+
 def test_a_function_within_a_reentrant_checkpoint() -> None:
     found = []
     for lazy in (True, False):

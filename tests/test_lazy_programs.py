@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import mcore_logprobs as ours
 from tests.helpers.lazy import lazy_logits
@@ -21,6 +22,8 @@ from tests.helpers.lazy import lazy_logits
 DEEP = int(os.environ.get("MCORE_LOGPROBS_DEEP", "100"))
 V, CUT = 11, 9
 LARGEST = 200  # rows of a variable
+
+_REENTRANT: Any = {"use_reentrant": True}
 
 Function = Callable[[Tensor], Tensor]
 
@@ -110,6 +113,17 @@ def _scaled_by(draw: Random, lead: torch.Size, scales: tuple[Function, Function]
     return lambda x: scale(x, each.to(x.dtype))
 
 
+def _fill_columns(draw: Random, lead: torch.Size) -> Function:
+    """Through a view that is not of whole rows, so that lazy logits have no part in it."""
+    first = draw.randrange(1, CUT - 2)
+
+    def fill(x: Tensor) -> Tensor:
+        x[..., first : first + 2].fill_(-2.0)
+        return x
+
+    return fill
+
+
 def _fill_in_place(draw: Random, lead: torch.Size) -> Function:
     mask = _numbers(draw, lead) < 0.6
     return lambda x: x.masked_fill_(mask.unsqueeze(-1), -3.0)
@@ -128,6 +142,7 @@ MAKE: dict[str, Callable[[Random, torch.Size], Function]] = {
     "scale_": _scale_in_place,
     "scale_again_": _scale_in_place,
     "fill_": _fill_in_place,
+    "fill columns_": _fill_columns,
     "flatten": lambda draw, lead: lambda x: x.flatten(0, -2),
     "expand": lambda draw, lead: lambda x: x.unsqueeze(0).expand(2, *x.shape),
     "flip": _flip,
@@ -170,6 +185,34 @@ def _both(x: Tensor) -> Tensor:
     return stats.logprobs + 0.3 * stats.entropy
 
 
+class _Squares(torch.autograd.Function):
+    """A trainer's own function of logits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        values = x.tanh()
+        ctx.save_for_backward(values)
+        return values.square().sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (values,) = ctx.saved_tensors
+        return 2.0 * values * (1.0 - values.square()) * grads[0].unsqueeze(-1)
+
+
+def _overwritten(metric: Function) -> Function:
+    """A metric whose result the caller writes into."""
+
+    def read(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            found = metric(x)
+            copy = found.clone()
+            found.zero_()
+        return copy
+
+    return read
+
+
 # Of lazy logits, and of real ones.
 READ: dict[str, tuple[Function, Function]] = {
     "logprobs": (lambda x: ours.vocab_parallel_logprobs(x, _target(x.shape[:-1])), _logprobs),
@@ -184,6 +227,10 @@ READ: dict[str, tuple[Function, Function]] = {
         lambda x: x.topk(3).values.sum(-1),
     ),
     "kl": (lambda x: ours.vocab_parallel_kl_div(x, _teacher(x).to(x.dtype)), _kl),
+    "log_softmax": (
+        lambda x: ours.vocab_parallel_log_softmax(x, vocab_size=4)[..., 3:5].exp().sum(-1),
+        lambda x: x[..., :4].log_softmax(-1)[..., 3].exp(),
+    ),
     **{
         name: (function, function)
         for name, function in {
@@ -195,6 +242,10 @@ READ: dict[str, tuple[Function, Function]] = {
             "max": lambda x: x.max(-1).values,
             "mean": lambda x: x.mean(-1),
             "mean of all": lambda x: x.mean().expand(x.shape[:-1]),
+            "a function": _Squares.apply,
+            "a function in a checkpoint": lambda x: checkpoint(_Squares.apply, x, **_REENTRANT),
+            "argmax, overwritten": _overwritten(lambda x: x.argmax(-1)),
+            "largest, overwritten": _overwritten(lambda x: x.max(-1).values),
             "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
         }.items()
     },
@@ -210,7 +261,8 @@ class _NotInTorch(Exception):
 
 # What lazy logits refuse besides: a change that their gradient cannot follow; and an operation on
 # real logits has saved them, where torch's own function saves what it needs of them.
-_REFUSED = ("under no_grad or behind a detach", "has been modified")
+# Nor can a write into columns of some rows be seen by the others.
+_REFUSED = ("under no_grad or behind a detach", "has been modified", "expected columns to be")
 
 _TOLERANCES = {
     torch.float64: {"rtol": 1e-8, "atol": 1e-9},
@@ -316,6 +368,7 @@ def _of_torch(function: Callable[..., Any], x: Tensor) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded tensors")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("part", range(4))
 def test_programs(part: int) -> None:
     ran = refused = 0
@@ -331,4 +384,4 @@ def test_programs(part: int) -> None:
             refused += 1
         ran += 1
     assert ran > 0.8 * DEEP
-    assert refused < 0.1 * DEEP
+    assert refused < 0.2 * DEEP

@@ -30,10 +30,6 @@ from mcore_logprobs.sources.lazy_rows import Rows, View, saved_tensors_hooks
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
-_WRITE_SO = (
-    "lazy logits: expected columns to be written by logits[..., columns] = value or another "
-    "operation in place of the lazy logits themselves"
-)
 # Whose lines are not the caller's.
 _INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), copy.__file__, "<")
 
@@ -184,15 +180,12 @@ class LazyLogits(Tensor):
             self.rejoin()
         if rows.overwritten:
             raise RuntimeError(
-                f"{_WRITE_SO}, got a write into real logits of some of their rows, which the "
-                "others do not see"
+                "lazy logits: expected columns to be written by logits[..., columns] = value, got "
+                "a write into real logits of some of their rows, which the others do not see"
             )
         lost = rows.scaled_without_gradient or (rows.written and True not in rows.real)
         if lost and self._wants_gradient:
-            raise RuntimeError(
-                "lazy logits were changed in place under no_grad or behind a detach, which their "
-                "gradient cannot follow; change them with gradients on, or detach a clone"
-            )
+            raise _not_followed()
         return self._shared() if rows.written else None
 
     def _shared(self) -> Tensor:
@@ -336,9 +329,12 @@ class _Handle(torch.autograd.Function):
         view.rows.look_for_writes()
         if view.rows.written_past_handles:
             raise RuntimeError(
-                f"{_WRITE_SO}, got a write into a view of them and an autograd function that was "
-                "given the lazy logits, whose gradient would be of those before the write"
+                "lazy logits: expected columns to be written by logits[..., columns] = value, got "
+                "a write into a view of them and an autograd function that was given the lazy "
+                "logits, whose gradient would be of those before the write"
             )
+        if view.rows.scaled_without_gradient:
+            raise _not_followed()
         # A leaf: a tied weight would be reached through the whole model as well.
         hidden = hidden.detach().requires_grad_(needs[0])
         differentiated = [x for x, need in zip((hidden, *others), needs, strict=True) if need]
@@ -346,6 +342,13 @@ class _Handle(torch.autograd.Function):
             real = view.compute(gradient=True)
         gradients = iter(torch.autograd.grad(real, differentiated, grads[0], allow_unused=True))
         return None, *(next(gradients) if need else None for need in needs)
+
+
+def _not_followed() -> RuntimeError:
+    return RuntimeError(
+        "lazy logits were changed in place under no_grad or behind a detach, which their "
+        "gradient cannot follow; change them with gradients on, or detach a clone"
+    )
 
 
 class _Through(torch.autograd.Function):
