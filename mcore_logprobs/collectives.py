@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
@@ -53,11 +53,21 @@ def group_store(group: ProcessGroup) -> dist.Store | None:
 def leave_reason(group: ProcessGroup, reason: str) -> None:
     """Say why this rank raises and the others do not, or "" that it has gone on.
 
-    They wait in a collective; once it fails they raise with this text (`wait_for`).
+    They wait in a collective; once it fails they raise with this text (`wait_for`). What is left
+    already stays: the first rank that raises is the one that the others fail after.
     """
     store = group_store(group)
-    if store is not None:
-        store.set(_REASON, reason)
+    if store is None:
+        return
+    with suppress(RuntimeError):  # the store was a lost rank's
+        if reason:
+            store.compare_set(_REASON, "", reason)
+        else:
+            store.set(_REASON, "")
+
+
+def another_stopped(reason: str) -> ValueError:
+    return ValueError(f"another rank stopped: {reason}")
 
 
 def wait_for(work: dist.Work | None, group: ProcessGroup | None) -> None:
@@ -78,7 +88,7 @@ def _told_why(group: ProcessGroup | None) -> Iterator[None]:
     except RuntimeError as error:
         reason = _reason_left(group)
         if reason:
-            raise ValueError(f"another rank stopped: {reason}") from error
+            raise another_stopped(reason) from error
         raise
 
 
@@ -126,7 +136,8 @@ def all_gather_objects(x: ObjectT, group: ProcessGroup | None) -> list[ObjectT]:
     """
     given = [x] * group_size(group)
     if group is not None and len(given) > 1:
-        dist.all_gather_object(given, x, group=group)
+        with _told_why(group):
+            dist.all_gather_object(given, x, group=group)
     return given
 
 
@@ -238,7 +249,8 @@ def ordered_sum_dim0(parts: list[Tensor], group: ProcessGroup | None, *, scatter
     received = sent
     if sent.numel():
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        with _told_why(group):
+            dist.all_to_all_single(received, sent, group=group)
     total, *others = received.flatten(0, 1).unbind(0)
     total = total.clone()
     for other in others:
@@ -263,7 +275,8 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous(), group=group)
+        with _told_why(group):
+            dist.all_to_all_single(out, x.contiguous(), group=group)
         return out
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Whether the ranks of a TP group make the same call: what matters at the first one, or all of it.
+"""Whether the ranks of a group make the same call: what matters at the first one, or all of it.
 
 Two mistakes give wrong results without any error. With uneven shards, `rank * width` is not where a
 rank's columns begin. With `sequence_parallel=True` forgotten, each rank has other tokens. So at the
@@ -9,8 +9,15 @@ hidden states, which may differ by rounding.
 No collective is made. The first call waits for the device; later calls look in a set. Under
 `torch.compile` and in a CUDA graph's capture no values are compared.
 
-A rank that makes a first call alone finds no answer and raises, and leaves the reason in the store;
-the others wait for it in a collective, and raise with that reason once its process has ended.
+A rank that makes a first call alone finds no answer and raises. A rank that raises within an
+operation leaves the reason in the store; the others wait for it in a collective, and raise with
+that reason once its process has ended.
+
+Over a CP or data-parallel group (`comparing(..., group)`) two things differ. Its ranks may be late
+by minutes, so one that finds no answer goes on into the collective. And a rank that refuses its
+arguments posts that, if the others are about to compare: a first call that one rank refuses raises
+on all of them. If it refuses a later call the others are in its collective, and would take the
+rank's next call for it. So that one is compared as a first call is, and raises if it is alone.
 
 `MCORE_LOGPROBS_CHECK=0` compares widths only. `MCORE_LOGPROBS_CHECK=1` compares every argument in
 every call: shapes, dtypes, options, values. It makes one all-gather of 4 KiB per call and waits for
@@ -26,17 +33,23 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import is_traced
-from mcore_logprobs.collectives import all_gather_stack, group_store, leave_reason
+from mcore_logprobs.collectives import (
+    all_gather_stack,
+    another_stopped,
+    group_store,
+    leave_reason,
+)
 from mcore_logprobs.groups import group_rank, group_size
 
 VARIABLE = "MCORE_LOGPROBS_CHECK"
@@ -54,70 +67,128 @@ _SAMPLED = 6
 _CLOSE = 0.1
 # How long a rank waits for the others in the store, in seconds. The ranks of a TP group go
 # through a model layer by layer together: on a CPU none is late by much; elsewhere as long as NCCL
-# lets a collective take.
+# lets a collective take. A rank that goes on if there is no answer waits as long as on a CPU.
 _PATIENCE = {"cpu": 30.0, "other": 600.0}
 _WITHDRAWN = "withdrawn"
 # What ranks have agreed on: (operation, width).
-_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[str, int | None]]]
+_agreed = weakref.WeakKeyDictionary()
 _blamed: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # this rank has left a reason there
-
-
-class _Call(NamedTuple):
-    operation: str
-    arguments: Callable[[], Mapping[str, object]]
 
 
 class _Calls(threading.local):
     def __init__(self) -> None:
-        self.under_way: list[_Call] = []  # outermost first
+        self.under_way: list[comparing] = []  # outermost first
 
 
 _calls = _Calls()
 
 
-@contextmanager
-def comparing(operation: str, arguments: Callable[[], Mapping[str, object]]) -> Iterator[None]:
-    """Within it, `check_call` compares this call of an operation.
+class comparing:
+    """Within it `check_call` compares this call of an operation, and an error leaves its reason.
 
     Args:
         arguments: makes its arguments by name; called if they are compared.
+        group: a CP or data-parallel group, None for one process. Then all that may refuse arguments
+            is within it, before `check_call`; no collective is; and `arguments` are those that have
+            to be the same on every rank.
     """
-    _calls.under_way.append(_Call(operation, arguments))
-    try:
-        yield
-    finally:
+
+    __slots__ = ("arguments", "compared_over", "group", "operation")
+
+    def __init__(
+        self,
+        operation: str,
+        arguments: Callable[[], Mapping[str, object]],
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self.operation, self.arguments = operation, arguments
+        self.group = group if group_size(group) > 1 else None
+        self.compared_over: ProcessGroup | None = None
+
+    def __enter__(self) -> None:
+        _calls.under_way.append(self)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         _calls.under_way.pop()
+        if isinstance(error, Exception):
+            _leave(error, self)
 
 
-def check_call(width: int, group: ProcessGroup, device: torch.device) -> None:
+def check_call(width: int | None, group: ProcessGroup | None, device: torch.device) -> None:
     """Called by the function that opens an operation's call, before whatever depends on the width.
 
-    Collectives: none; with `MCORE_LOGPROBS_CHECK=1` one all-gather of 4 KiB over TP.
+    Args:
+        width: columns of this rank's shard; None over a CP or data-parallel group.
+
+    Collectives: none; with `MCORE_LOGPROBS_CHECK=1` one all-gather of 4 KiB over the group.
 
     Raises:
         ValueError: a `MCORE_LOGPROBS_CHECK` that is neither 0 nor 1; on every rank of the group
-            alike, saying which rank has which value. For a first call on some ranks only: on them
-            after a while, on the others where those end.
+            alike, saying which rank has which value, or why one has refused its own. For a first
+            call on some ranks only: on them after a while, on the others where those end.
     """
-    if group_size(group) == 1 or torch.compiler.is_compiling():
+    if group is None or group_size(group) == 1 or torch.compiler.is_compiling():
         return
-    call = _calls.under_way[-1] if _calls.under_way else _Call("an operation", dict)
+    call = _calls.under_way[-1] if _calls.under_way else comparing("an operation", dict)
+    call.compared_over = group
     level = os.environ.get(VARIABLE, "")
     if level not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}: expected 0 or 1, got {level!r}")
     if level == "1":
-        described = {"operation": call.operation, "columns": str(width)}
-        _compare_arguments(described | _described("", call.arguments()), group, device)
+        described = {"operation": call.operation}
+        if width is not None:
+            described["columns"] = str(width)
+        described |= _described("", call.arguments())
+        _compare_arguments(described, _name(width), group, device)
     elif (key := (call.operation, width)) not in _agreed.setdefault(group, set()):
-        posted = _Posted(width)
+        posted = _Posted(width, call.operation)
         if level != "0" and not _captured(device):
-            posted = _Posted.of(width, call.arguments())
-        patience = _PATIENCE["cpu" if device.type == "cpu" else "other"]
-        _compare(_posted_by_all(posted, call.operation, group, patience))
+            posted.add(call.arguments())
+        by_all = _posted_by_all(posted, group, _patience(posted, group, device))
+        _compare(by_all, _name(width))
         _agreed[group].add(key)
+        if len(by_all) > 1:
+            _gone_on(group)
     if group in _blamed:  # the caller has gone on after the error
-        _blamed.discard(group)
-        leave_reason(group, "")
+        _gone_on(group)
+
+
+def _gone_on(group: ProcessGroup) -> None:
+    """A reason that was left is none any more."""
+    _blamed.discard(group)
+    leave_reason(group, "")
+
+
+def _patience(posted: _Posted, group: ProcessGroup, device: torch.device) -> float:
+    goes_on = posted.width is None and group not in _blamed
+    return _PATIENCE["cpu" if goes_on or device.type == "cpu" else "other"]
+
+
+def _name(width: int | None) -> str:
+    return "group" if width is None else "TP group"
+
+
+def _leave(error: Exception, call: comparing) -> None:
+    """Tell the ranks that may wait for this one why it raises."""
+    group = call.group if call.group is not None else call.compared_over
+    refused = call.group is not None and call.compared_over is None
+    # After the comparison a RuntimeError may be that another rank is lost: no reason of this one.
+    if group is None or (isinstance(error, RuntimeError) and not refused):
+        return
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    reason = f"{call.operation} on rank {group_rank(group)}: {kind}{error}"
+    leave_reason(group, reason)
+    _blamed.add(group)
+    if call.group is not None:
+        agreed = _agreed.pop(group, set())  # the next call is compared
+        if refused and (call.operation, None) not in agreed and os.environ.get(VARIABLE) != "1":
+            _post_refusal(reason, group)
 
 
 def _captured(device: torch.device) -> bool:
@@ -132,22 +203,22 @@ class _Posted:
     """What a rank says of its first call.
 
     Attributes:
-        width: columns of its shard.
+        width: columns of its shard; None over a CP or data-parallel group.
+        refused: why it makes no such call, or nothing.
         options: numbers, flags and choices, by name.
         tensors: shape, dtype, first values and hash of each integer tensor, by name.
         hidden: some values of hidden states that every rank has whole, by name.
     """
 
-    width: int
+    width: int | None
+    operation: str = ""
+    refused: str = ""
     options: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
     hidden: dict[str, list[float]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, width: int, arguments: Mapping[str, object]) -> _Posted:
-        posted = cls(width)
-        posted._add(arguments, in_parts=arguments.get("sequence_parallel") is True)
-        return posted
+    def add(self, arguments: Mapping[str, object]) -> None:
+        self._add(arguments, in_parts=arguments.get("sequence_parallel") is True)
 
     def _add(self, arguments: Mapping[str, object], *, in_parts: bool) -> None:
         for name, value in arguments.items():
@@ -177,24 +248,22 @@ def _some_values(x: Tensor) -> list[float]:
     return picked.double().flatten().tolist()
 
 
-def _posted_by_all(
-    own_post: _Posted, operation: str, group: ProcessGroup, patience: float
-) -> list[_Posted]:
+def _posted_by_all(own_post: _Posted, group: ProcessGroup, patience: float) -> list[_Posted]:
     """What each rank has posted, in the group's order; without a store this rank's alone.
 
-    The number in the keys counts the times that this rank has agreed or differed on the group: it
-    is the same on every rank, and lives in the store, as a group object may be made again.
+    The number in the keys counts the times that this rank has agreed, differed or refused on the
+    group: it is the same on every rank, and lives in the store, as a group object may be made
+    again.
 
     Raises:
-        ValueError: some rank has posted nothing in time.
+        ValueError: some rank has posted nothing in time; not over a CP or data-parallel group, if
+            this rank has not raised before.
     """
     store = group_store(group)
     if store is None:
         return [own_post]
     rank, size = group_rank(group), group_size(group)
-    counter = f"mcore_logprobs/calls/{rank}"
-    number = store.add(counter, 0)
-    keys = [f"mcore_logprobs/call/{number}/{other}" for other in range(size)]
+    counter, keys = _place(store, rank, size)
     store.set(keys[rank], json.dumps(asdict(own_post)))
     deadline, pause = time.monotonic() + patience, 1e-4
     while True:
@@ -202,31 +271,62 @@ def _posted_by_all(
         if posted and _WITHDRAWN not in posted:
             break
         if time.monotonic() > deadline:
+            if own_post.width is None and group not in _blamed:
+                store.add(counter, 1)  # the late ones will compare with what is posted
+                return [own_post]
             store.set(keys[rank], _WITHDRAWN)
-            error = ValueError(
-                f"{operation}: expected the same call on every rank of the TP group, got the first "
-                f"one with {own_post.width} columns on rank {rank}, and none within {patience:g} s "
-                "on every other rank"
-            )
+            error = _no_answer(own_post, rank, patience)
             leave_reason(group, str(error))
             _blamed.add(group)
             raise error
         time.sleep(pause)
         pause = min(2.0 * pause, 0.02)
     store.add(counter, 1)
-    leave_reason(group, "")
     return [_Posted(**json.loads(text)) for text in posted]
 
 
-def _compare(posted: list[_Posted]) -> None:
+def _place(store: dist.Store, rank: int, size: int) -> tuple[str, list[str]]:
+    """The key of this rank's count, and those of every rank's next post."""
+    counter = f"mcore_logprobs/calls/{rank}"
+    number = store.add(counter, 0)
+    return counter, [f"mcore_logprobs/call/{number}/{other}" for other in range(size)]
+
+
+def _post_refusal(reason: str, group: ProcessGroup) -> None:
+    store = group_store(group)
+    if store is not None:
+        rank = group_rank(group)
+        counter, keys = _place(store, rank, group_size(group))
+        store.set(keys[rank], json.dumps(asdict(_Posted(None, refused=reason))))
+        store.add(counter, 1)
+
+
+def _no_answer(posted: _Posted, rank: int, patience: float) -> ValueError:
+    none = f"and none within {patience:g} s on every other rank"
+    if posted.width is None:
+        return ValueError(
+            f"{posted.operation}: expected the same call on every rank of the group, got one on "
+            f"rank {rank}, which has raised before, {none}"
+        )
+    return ValueError(
+        f"{posted.operation}: expected the same call on every rank of the TP group, got the first "
+        f"one with {posted.width} columns on rank {rank}, {none}"
+    )
+
+
+def _compare(posted: list[_Posted], group: str) -> None:
     """Raises a ValueError, on every rank, where ranks differ."""
+    refused = [each.refused for each in posted if each.refused]
+    if refused:
+        raise another_stopped(refused[0])
     if len({each.width for each in posted}) > 1:
         raise ValueError(
             "vocabulary shards: expected the same number of columns on every rank of the TP "
             f"group, got {_of_ranks([each.width for each in posted])}: pad the vocabulary to a "
             "multiple of the group's size"
         )
-    _compare_texts([each.options for each in posted])
+    _compare_texts([{"operation": each.operation} for each in posted], group)
+    _compare_texts([each.options for each in posted], group)
     for name in dict.fromkeys(name for each in posted for name in each.hidden):
         values = [each.hidden.get(name, []) for each in posted]
         if not all(_close(values[0], other) for other in values[1:]):
@@ -235,15 +335,15 @@ def _compare(posted: list[_Posted]) -> None:
                 "others on each; if they are each rank's part of the sequence, pass "
                 "sequence_parallel=True and the whole sequence's targets"
             )
-    _compare_texts([each.tensors for each in posted])
+    _compare_texts([each.tensors for each in posted], group)
 
 
-def _compare_texts(described: list[dict[str, str]]) -> None:
+def _compare_texts(described: list[dict[str, str]], group: str) -> None:
     for name in dict.fromkeys(name for each in described for name in each):
         texts = [each.get(name, "absent") for each in described]
         if len(set(texts)) > 1:
             raise ValueError(
-                f"{name}: expected the same on every rank of the TP group, got {_of_ranks(texts)}"
+                f"{name}: expected the same on every rank of the {group}, got {_of_ranks(texts)}"
             )
 
 
@@ -264,7 +364,7 @@ def _close(one: list[float], other: list[float]) -> bool:
 
 
 def _compare_arguments(
-    described: dict[str, str], group: ProcessGroup, device: torch.device
+    described: dict[str, str], name: str, group: ProcessGroup, device: torch.device
 ) -> None:
     message = json.dumps(described).encode()
     if len(message) > _MESSAGE_BYTES:  # no rank may raise alone
@@ -274,14 +374,14 @@ def _compare_arguments(
     sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     rows = all_gather_stack(sent.to(device), group).cpu()
     calls = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
-    names = dict.fromkeys(name for call in calls for name in call)
+    names = dict.fromkeys(argument for call in calls for argument in call)
     different = []
-    for name in names:
-        values = [call.get(name, "absent") for call in calls]
+    for argument in names:
+        values = [call.get(argument, "absent") for call in calls]
         if len(set(values)) > 1:
-            different.append(f"{name}: {_of_ranks(values)}")
+            different.append(f"{argument}: {_of_ranks(values)}")
     if different:
-        raise ValueError("the ranks of the TP group make different calls; " + "; ".join(different))
+        raise ValueError(f"the ranks of the {name} make different calls; " + "; ".join(different))
 
 
 def _described(name: str, value: Any) -> dict[str, str]:

@@ -410,7 +410,7 @@ def test_where_torch_tells_no_store_nothing_is_compared():
     collectives.leave_reason(unknown, "why")
     assert collectives._reason_left(unknown) == ""
     own = consistency._Posted(3)
-    assert consistency._posted_by_all(own, "any", unknown, patience=0.0) == [own]
+    assert consistency._posted_by_all(own, unknown, patience=0.0) == [own]
 
 
 def test_a_long_argument_is_told_by_its_hash():

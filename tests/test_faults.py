@@ -93,11 +93,24 @@ def raises_and_ends(how: str) -> None:
         os._exit(1)  # what an error does to a script
 
 
-@pytest.mark.parametrize("how", ["dies", "raises between its collectives", "refuses its arguments"])
-def test_a_rank_that_ends_is_seen_by_the_others(how):
-    survivor, lost = errors_of(raises_and_ends, how)
+def test_a_rank_that_dies_is_seen_by_the_others():
+    survivor, lost = errors_of(raises_and_ends, "dies")
     assert isinstance(survivor, RuntimeError)
     assert "Connection" in str(survivor) or "peer" in str(survivor), survivor
+    assert str(lost) == "the process died"
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raises between its collectives", "linear_policy_loss on rank 1: KeyError: 'advantages'"),
+        ("refuses its arguments", "linear_token_stats on rank 1: temperature: expected a finite"),
+    ],
+)
+def test_the_others_are_told_why_a_rank_ended(how, reason):
+    survivor, lost = errors_of(raises_and_ends, how)
+    assert isinstance(survivor, ValueError)
+    assert str(survivor).startswith(f"another rank stopped: {reason}")
     assert str(lost) == "the process died"
 
 
