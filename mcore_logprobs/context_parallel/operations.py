@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_choice, check_integer
 from mcore_logprobs.collectives import all_gather_dim0, reduce_scatter_dim0
+from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.context_parallel.layouts import SequenceLayout, check_lengths
 from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group
 from mcore_logprobs.spelling import suggesting
@@ -154,12 +155,20 @@ def context_parallel_gather(
         `[..., S, ...]`, contiguous, in x's dtype; x itself where CP is 1.
 
     Raises:
-        ValueError: as `context_parallel_shard`, and an unknown `grad`; before any communication.
+        ValueError: as `context_parallel_shard`, and an unknown `grad`; before any communication. At
+            the first call over a group on every rank, if one rank refuses its arguments, or if
+            ranks differ in shape, dtype, layout, grad or cu_seqlens.
     """
-    check_choice("grad", grad, GRADS)
     group = resolve_cp_group(cp_group)
-    dim = _normalized_dim(x, seq_dim)
-    where = _layout_of_local(x, dim, group, layout, cu_seqlens)
+
+    def same() -> dict[str, object]:
+        return {"layout": layout, "grad": grad, **_same_on_every_rank(x, dim, where)}
+
+    with comparing("context_parallel_gather", same, group):
+        check_choice("grad", grad, GRADS)
+        dim = _normalized_dim(x, seq_dim)
+        where = _layout_of_local(x, dim, group, layout, cu_seqlens)
+        check_call(None, group, x.device)
     if where.cp_size == 1:
         return x
     return _Gather.apply(x, dim, where, group, grad)
@@ -243,13 +252,22 @@ def context_parallel_shift(
 
     Raises:
         ValueError: as `context_parallel_shard`, a `fill` that x's dtype cannot hold, and lengths of
-            another shape or above the padded ones; before any communication.
+            another shape or above the padded ones; before any communication. At the first call on
+            every rank, as for `context_parallel_gather`.
     """
     group = resolve_cp_group(cp_group)
-    dim = _normalized_dim(x, seq_dim)
-    where = _layout_of_local(x, dim, group, layout, cu_seqlens)
-    filler = _filler(fill, x.dtype)
-    lengths = check_lengths(lengths, where, x.device)
+
+    def same() -> dict[str, object]:
+        ends = where.sequences.diff() if lengths is None else lengths
+        own = {"layout": layout, "fill": filler, "lengths": ends}
+        return {**own, **_same_on_every_rank(x, dim, where)}
+
+    with comparing("context_parallel_shift", same, group):
+        dim = _normalized_dim(x, seq_dim)
+        where = _layout_of_local(x, dim, group, layout, cu_seqlens)
+        filler = _filler(fill, x.dtype)
+        lengths = check_lengths(lengths, where, x.device)
+        check_call(None, group, x.device)
     if x.numel() == 0:
         return x.clone()
     first = x.movedim(dim, 0)  # [S/CP, ...]
@@ -325,6 +343,12 @@ def _layout_of_local(
     """The layout of the sequence that x is this rank's part of."""
     size = group_size(group)
     return SequenceLayout.of(layout, size, x.shape[dim] * size, cu_seqlens, device=x.device)
+
+
+def _same_on_every_rank(x: Tensor, dim: int, where: SequenceLayout) -> dict[str, object]:
+    """What ranks compare of a call; of x only what says how much is sent."""
+    sent = {"x.shape": list(x.shape), "x.dtype": x.dtype, "seq_dim": dim}
+    return {**sent, "cu_seqlens": where.sequences}
 
 
 def _select(x: Tensor, dim: int, index: Tensor) -> Tensor:

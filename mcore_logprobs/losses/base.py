@@ -22,6 +22,7 @@ from mcore_logprobs.checks import (
     check_values,
     one_of,
 )
+from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.spelling import SuggestsFields
 
 __all__ = [
@@ -235,6 +236,7 @@ class TokenLoss(SuggestsFields):
 
     _tensors: ClassVar[tuple[str, ...]] = ("old_logprobs", "advantages")
     _passes: ClassVar[int] = 1
+    _of_batch: ClassVar[bool] = False  # second_pass makes collectives over its group
     _checks: ClassVar[Checks] = ()
 
     def __post_init__(self) -> None:
@@ -275,20 +277,38 @@ class TokenLoss(SuggestsFields):
             group: for objectives of a batch (`M2POLoss`, `ClipCovLoss`, `KLCovLoss`) the ranks
                 whose tokens make up the batch; None: this process's. Two collectives over it, see
                 `top_entropy_mask`; the others make none.
+
+        Raises:
+            ValueError: another shape, a mask of anything but 0 and 1 (on a GPU a device-side
+                assert), an objective of one pass; before any collective. At the first call over a
+                group on every rank, if one rank refuses its arguments or has other settings or
+                dtypes.
         """
-        if self.passes == 1:
-            raise ValueError(f"second_pass: expected an objective of two passes, got {self}")
-        check_advantages(advantages, logprobs, seq_dim)
+
+        def same() -> dict[str, object]:
+            dtypes = [logprobs.dtype, old_logprobs.dtype]
+            return {"objective": type(self).__name__, "settings": self, "dtypes": dtypes}
+
+        waited_for = self._of_batch or self.passes == 1  # the others do not know that it is wrong
+        with comparing("second_pass", same, group if waited_for else None):
+            if self.passes == 1:
+                raise ValueError(f"second_pass: expected an objective of two passes, got {self}")
+            check_tensor("logprobs", logprobs)
+            check_tensor("advantages", advantages)
+            check_advantages(advantages, logprobs, seq_dim)
+            log_ratio = log_ratio_of(logprobs, old_logprobs)
+            valid_mask = counted(mask, logprobs, seq_dim)
+            if self._of_batch:
+                check_call(None, group, logprobs.device)
         first_pass: Given = {
             "logprobs": logprobs.detach(),
             "old_logprobs": old_logprobs.detach(),
-            "log_ratio": log_ratio_of(logprobs, old_logprobs),
+            "log_ratio": log_ratio,
             "advantages": advantages.detach().to(logprobs.dtype).expand_as(logprobs),
-            "mask": mask,
+            "mask": valid_mask,
             "seq_dim": seq_dim,
             "group": group,
         }
-        valid_mask = counted(mask, logprobs, seq_dim)
         tensors = first_pass | self.numbers(first_pass)
         names = (name for name in self.tensors if name in tensors)
         # 0 times the gradient of a masked token's NaN would be one.
@@ -490,6 +510,11 @@ def check_bounds(low_name: str, low: float, high_name: str, high: float) -> None
         raise ValueError(
             f"{low_name}: expected a number >= 0 and at most {high_name} {high!r}, got {low!r}"
         )
+
+
+def check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
 
 
 def check_shape(name: str, tensor: object, like: Tensor) -> None:

@@ -23,8 +23,9 @@ from mcore_logprobs.checks import (
     check_top_p,
 )
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
+from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.groups import group_rank
-from mcore_logprobs.losses.base import check_shape, counted
+from mcore_logprobs.losses.base import check_tensor, counted
 from mcore_logprobs.spelling import SuggestsFields
 
 __all__ = ["AdaptiveEntropy", "Aggregation", "aggregation", "top_entropy_mask"]
@@ -48,14 +49,23 @@ def top_entropy_mask(
 
     Collectives: over the group an all-gather of one count, and one of the counted tokens' values.
     One host sync.
+
+    Raises:
+        ValueError: before any collective. At the first call over a group on every rank, if one
+            rank refuses its arguments or has another share or dtype.
     """
-    check_top_p("share", share)
+    same = {"share": share, "dtype": getattr(entropy, "dtype", None)}
+    with comparing("top_entropy_mask", lambda: same, group):
+        check_top_p("share", share)
+        check_tensor("entropy", entropy)
+        valid_mask = counted(mask, entropy, 0)
+        check_call(None, group, entropy.device)
 
     def choose(values: Tensor) -> Tensor:
         place = math.ceil((1.0 - share) * (len(values) - 1) - 1e-9)
         return values >= values.sort().values[place]
 
-    return choose_in_batch(choose, mask, group, entropy)
+    return choose_in_batch(choose, valid_mask, group, entropy)
 
 
 def choose_in_batch(
@@ -65,10 +75,11 @@ def choose_in_batch(
 
     It is called with one tensor `[n]` for each of the values, the same on every rank, and gives a
     bool `[n]`. NaN among the values gives NaN everywhere. One host sync.
+
+    Args:
+        mask: bool, of the values' shape.
     """
-    for value in values:
-        check_shape("mask", mask, value)
-    valid_mask = counted(mask, values[0], 0).flatten()
+    valid_mask = mask.flatten()
     counts = all_gather_stack(valid_mask.sum(), group).flatten().tolist()  # the host sync
     rank = group_rank(group)
     # The counted tokens in order, without asking where they are.
@@ -133,8 +144,16 @@ class AdaptiveEntropy(SuggestsFields):
 
         Collectives: one all-reduce of `[2]` over the group (data and context parallel; None: this
         process alone). One host sync.
+
+        Raises:
+            ValueError: before the collective; at the first call over a group on every rank, if one
+                rank refuses its arguments or has other settings. On every rank, a mean of NaN or
+                inf.
         """
-        valid_mask = counted(mask, entropy, 0)
+        with comparing("AdaptiveEntropy.after", lambda: {"control": self}, group):
+            check_tensor("entropy", entropy)
+            valid_mask = counted(mask, entropy, 0)
+            check_call(None, group, entropy.device)
         total = torch.where(valid_mask, entropy.detach(), 0.0).sum(dtype=torch.float64)
         total, tokens = all_reduce_sum(
             torch.stack([total, valid_mask.sum().double()]), group
@@ -217,28 +236,30 @@ def aggregation(
         count_empty: D counts sequences and prompts without a token too. Not with mode "token".
 
     Collectives: one all-reduce of one number over the group. No host sync.
+
+    Raises:
+        ValueError: before the collective. At the first call over a group on every rank, if one rank
+            refuses its arguments, or has another mode, length, answers, averaged_ranks or
+            count_empty.
     """
-    check_choice("mode", mode, ("token", "sequence", "constant", "prompt"))
-    for name, value, needed in (("length", length, "constant"), ("answers", answers, "prompt")):
-        check_optional_count(name, value)
-        if (value is not None) != (mode == needed):
-            state = "a number with" if mode == needed else "None without"
-            raise ValueError(f"{name}: expected {state} mode={needed!r}, got {value!r}")
-    check_count("averaged_ranks", averaged_ranks)
-    check_count("micro_batches", micro_batches)
-    check_flag("count_empty", count_empty)
-    if count_empty and mode == "token":
-        raise ValueError("count_empty: expected False with mode='token', got True")
-    check_floating("dtype", dtype)
-    if dtype == torch.float16:
-        raise ValueError(
-            "dtype: expected one in which a count of tokens is finite, got torch.float16, whose "
-            "largest number is 65504"
-        )
-    valid_mask = counted(mask, mask, seq_dim)
-    tokens = valid_mask.sum(seq_dim, keepdim=True)
-    if mode == "prompt":
-        tokens = _of_prompts(tokens, answers or 1)
+    same = {
+        "mode": mode,
+        "length": length,
+        "answers": answers,
+        "averaged_ranks": averaged_ranks,
+        "count_empty": count_empty,
+    }
+    with comparing("aggregation", lambda: same, group):
+        _check_settings(mode, length, answers, count_empty)
+        check_count("averaged_ranks", averaged_ranks)
+        check_count("micro_batches", micro_batches)
+        _check_denominator(dtype)
+        check_tensor("mask", mask)
+        valid_mask = counted(mask, mask, seq_dim)
+        tokens = valid_mask.sum(seq_dim, keepdim=True)
+        if mode == "prompt":
+            tokens = _of_prompts(tokens, answers or 1)
+        check_call(None, group, mask.device)
     counts = tokens if mode == "token" else (tokens > 0) | count_empty
     total = counts.sum(dtype=torch.float64).reshape(1) / (answers or 1)
     total = all_reduce_sum(total, group).squeeze(0) * (length or 1)
@@ -249,6 +270,27 @@ def aggregation(
     # A step without a token: its loss is 0 whatever it is divided by.
     denominator = total.clamp(min=1.0) / (averaged_ranks * micro_batches)
     return Aggregation(denominator.to(dtype), weights)
+
+
+def _check_settings(mode: str, length: int | None, answers: int | None, count_empty: bool) -> None:
+    check_choice("mode", mode, ("token", "sequence", "constant", "prompt"))
+    for name, value, needed in (("length", length, "constant"), ("answers", answers, "prompt")):
+        check_optional_count(name, value)
+        if (value is not None) != (mode == needed):
+            state = "a number with" if mode == needed else "None without"
+            raise ValueError(f"{name}: expected {state} mode={needed!r}, got {value!r}")
+    check_flag("count_empty", count_empty)
+    if count_empty and mode == "token":
+        raise ValueError("count_empty: expected False with mode='token', got True")
+
+
+def _check_denominator(dtype: torch.dtype) -> None:
+    check_floating("dtype", dtype)
+    if dtype == torch.float16:
+        raise ValueError(
+            "dtype: expected one in which a count of tokens is finite, got torch.float16, whose "
+            "largest number is 65504"
+        )
 
 
 def _of_prompts(tokens: Tensor, answers: int) -> Tensor:

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_choice, check_fraction, check_not_negative, check_positive
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.losses.base import check_shape
+from mcore_logprobs.consistency import check_call, comparing
+from mcore_logprobs.losses.base import check_shape, check_tensor
 
 __all__ = [
     "cpo_loss",
@@ -286,8 +287,15 @@ def kto_reference(
         every rank.
 
     Collectives: one all-reduce of `[2]` over the group (data parallel; None: this process alone).
+
+    Raises:
+        ValueError: shapes that differ, before the collective; at the first call over a group on
+            every rank, if they differ on one.
     """
-    check_shape("ref_logprobs", ref_logprobs, logprobs)
+    with comparing("kto_reference", dict, group):
+        check_tensor("logprobs", logprobs)
+        check_shape("ref_logprobs", ref_logprobs, logprobs)
+        check_call(None, group, logprobs.device)
     drift = (logprobs - ref_logprobs).detach().double()
     total = torch.stack([drift.sum(), torch.full_like(drift.sum(), drift.numel())])
     total, count = all_reduce_sum(total, group).unbind()

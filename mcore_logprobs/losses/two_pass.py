@@ -353,6 +353,7 @@ class _OfBatch(TokenLoss):
     """Objectives that choose tokens among all of a batch; the others have an advantage of 0."""
 
     _passes = 2
+    _of_batch = True
 
     def choose(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
         """The tokens that the objective chooses of the batch's unmasked ones: `[n]` each -> bool

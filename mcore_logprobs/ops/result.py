@@ -14,7 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from mcore_logprobs.checks import check_integer
+from mcore_logprobs.consistency import comparing
 from mcore_logprobs.context_parallel import context_parallel_gather
+from mcore_logprobs.groups import resolve_cp_group
 from mcore_logprobs.spelling import suggesting
 
 
@@ -171,11 +173,13 @@ class TokenStats:
         Raises:
             ValueError: as `context_parallel_gather`, before any collective.
         """
-        dim = self._token_dim(seq_dim)
+        group = resolve_cp_group(cp_group)
+        with comparing("context_parallel_gather", dict, group):
+            dim = self._token_dim(seq_dim)
         return self._per_token_only(
             lambda x: context_parallel_gather(
                 x,
-                cp_group=cp_group,
+                cp_group=group,
                 seq_dim=dim,
                 layout=layout,
                 cu_seqlens=cu_seqlens,
