@@ -34,6 +34,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from types import TracebackType
 from typing import Any
@@ -294,8 +295,10 @@ def _place(store: dist.Store, rank: int, size: int) -> tuple[str, list[str]]:
 
 def _post_refusal(reason: str, group: ProcessGroup) -> None:
     store = group_store(group)
-    if store is not None:
-        rank = group_rank(group)
+    if store is None:
+        return
+    rank = group_rank(group)
+    with suppress(RuntimeError):  # the store was a lost rank's
         counter, keys = _place(store, rank, group_size(group))
         store.set(keys[rank], json.dumps(asdict(_Posted(None, refused=reason))))
         store.add(counter, 1)
