@@ -259,6 +259,26 @@ def test_a_rank_may_be_late(ranks):
         assert made == ["all_reduce"] * 4
 
 
+def refuses_late() -> None:
+    """The first call: rank 0 waits for it in the collective by then."""
+    consistency._agreed.clear()
+    if dist.get_rank() == 0:
+        consistency._PATIENCE["cpu"] = 0.1
+        call("aggregation")
+    time.sleep(1.5)
+    assert refusal("aggregation", {"mode": "tokens"})
+    os._exit(1)
+
+
+def test_a_late_rank_s_refusal_is_told_too():
+    with pytest.raises(RankError) as caught:
+        get_pool(2).run(refuses_late, timeout=20)
+    get_pool(2).close()
+    told, _ = caught.value.errors
+    assert isinstance(told, ValueError)
+    assert "another rank stopped: aggregation on rank 1: mode: expected one of" in str(told)
+
+
 OPERATIONS = dict.fromkeys(operation for operation, *_ in MISTAKES)
 
 
