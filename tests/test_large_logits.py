@@ -150,4 +150,4 @@ def test_nor_by_the_compiled_kernels() -> None:
         (grad,) = torch.autograd.grad(weighted(value), logits, retain_graph=True)
         (slope,) = torch.autograd.grad(weighted(want), wide, retain_graph=True)
         for got, truth in ((value, want), (grad, slope)):
-            assert float((got.detach().double() - truth).abs().max()) <= TOLERANCE
+            assert float((got.detach().double() - truth.detach()).abs().max()) <= TOLERANCE
