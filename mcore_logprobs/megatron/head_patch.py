@@ -151,10 +151,12 @@ class HeadPatch(DeferringHead):
         self.config, self.report = config, self._report_for(config)
         self.blocks = OpenBlocks(config)
 
-    def check(self, config: LogprobConfig) -> None:
-        """`check_head`, where the head would be fused."""
-        if self.report.fusable and config.fused:
+    def check(self, config: LogprobConfig) -> str:
+        """Why the head would not be fused under these settings, or "" after `check_head`."""
+        report = self._report_for(config)
+        if report.fusable and config.fused:
             check_head(self.layer, config)
+        return report.reason
 
     @property
     def call(self) -> Call:
@@ -162,8 +164,6 @@ class HeadPatch(DeferringHead):
         return self.blocks.call
 
     def install(self) -> None:
-        if self.installed:
-            return
         model = self.model
         name = "_postprocess" if hasattr(model, "_postprocess") else "forward"
         with_labels = _WithLabels(self, name)  # first: a model without it is left as it is

@@ -103,20 +103,23 @@ def _patched(
                 + "; call unpatch_model first"
             )
         head = present or HeadPatch(language_model, settings)
-        if lends:
-            head.lend(settings)
-        head.check(settings)
+        why = head.check(settings)
+        reason = reason or why
         heads.append((head, present is None or lends))
-        reason = reason or head.report.reason
     assert settings is not None
     if settings.fused == "require":
         for why in reasons_of(model, reason):
             if why:
                 raise ValueError(f"fused='require', but {why}")
-    for head, is_new in heads:
-        if is_new:
-            head.install()  # nothing where it serves in another's place
+    new = [head for head, is_new in heads if is_new]
+    try:
+        for head in new:
+            head.lend(settings) if head.installed else head.install()
             say_padding(head.model, settings)
+    except BaseException:
+        for head in new:
+            head.remove()
+        raise
     return PatchHandle(model, heads, settings)
 
 

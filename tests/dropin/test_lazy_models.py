@@ -12,7 +12,8 @@ from torch import Tensor
 import mcore_logprobs as ours
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import lazy_models, megatron_rl, switch
-from mcore_logprobs.megatron.head_patch import patch_of
+from mcore_logprobs.megatron import patch as patch_module
+from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
 from mcore_logprobs.sources.lazy import LazyLogits
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, step, tiny_config, worst
 from tests.megatron.test_peft import LoraParallelLinear
@@ -114,6 +115,46 @@ def a_handle_s_end() -> None:
 
 def test_the_end_of_a_patch_in_its_place(ranks: Any) -> None:
     ranks(1).run(a_handle_s_end)
+
+
+def a_refused_patch() -> None:
+    """One that cannot take the automatic one's place changes nothing."""
+    with megatron() as parallel_state:
+        inputs = make_batch(parallel_state)["inputs"]
+        off = lazy_models.lazy_models("auto")
+        try:
+            model = built()
+            model(**inputs)
+            patch: Any = patch_of(model)
+            for refused in ({"vocab_size": 10**6}, {"invariant_segments": 7}):
+                with pytest.raises(ValueError, match=next(iter(refused))):
+                    ours.patch_model(model, ours.LogprobConfig(**refused))
+                assert patch.config.logits == "lazy"
+                assert isinstance(model(**inputs), LazyLogits)
+            # Nor does one that is refused on another stage, or that fails on a later chunk.
+            with pytest.MonkeyPatch.context() as fails:
+                fails.setattr(patch_module, "_of_all_stages", lambda model, reason: ["elsewhere"])
+                with pytest.raises(ValueError, match="but elsewhere"):
+                    ours.patch_model(model, ours.LogprobConfig(fused="require"))
+            assert isinstance(model(**inputs), LazyLogits)
+            second = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+            with pytest.MonkeyPatch.context() as fails:
+                fails.setattr(HeadPatch, "install", _fail)
+                with pytest.raises(RuntimeError, match="no room"):
+                    ours.patch_model([model, second], ours.LogprobConfig(entropy=True))
+            assert isinstance(model(**inputs), LazyLogits)
+            with ours.patch_model(model, ours.LogprobConfig(entropy=True)) as handle:
+                assert handle.active
+        finally:
+            off()
+
+
+def _fail(patch: HeadPatch) -> None:
+    raise RuntimeError("no room")
+
+
+def test_a_refused_patch_changes_nothing(ranks: Any) -> None:
+    ranks(1).run(a_refused_patch)
 
 
 def settings_that_change() -> None:
