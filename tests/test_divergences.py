@@ -233,13 +233,17 @@ def test_topk_on_infinite_logits() -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "jsd"])
-def test_a_divergence_is_one_graph_under_a_caller_s_torch_compile(kind) -> None:
-    student, teacher = torch.randn(2, 3, 17)
-    found = []
+@pytest.mark.parametrize("lies", [(0, 1), (1, 0), (0, 0)], ids=["teacher", "student", "none"])
+def test_a_divergence_is_one_graph_under_a_caller_s_torch_compile(kind, lies) -> None:
+    """Also where one side's leading dimensions lie transposed in memory."""
+    sides = [
+        torch.randn(*((5, 3) if turned else (3, 5)), 17).transpose(0, turned) for turned in lies
+    ]
+    upstream, found = torch.randn(3, 5), []
     for wrap in (lambda f: f, partial(torch.compile, fullgraph=True, backend="aot_eager")):
-        leaf = student.clone().requires_grad_()
-        value = wrap(partial(vocab_parallel_kl_div, kind=kind, temperature=0.7))(leaf, teacher)
-        (grad,) = torch.autograd.grad(value, leaf, torch.tensor([1.0, -2.0, 0.5]))
+        student, teacher = sides[0].detach().requires_grad_(), sides[1]
+        value = wrap(partial(vocab_parallel_kl_div, kind=kind, temperature=0.7))(student, teacher)
+        (grad,) = torch.autograd.grad(value, student, upstream)
         found.append((value.detach(), grad))
     for eager, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, eager)

@@ -150,11 +150,16 @@ class GivenLogits:
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return walked.permute((*inverse, *range(len(order), walked.dim())))
 
+    def in_order(self, order: tuple[int, ...]) -> GivenLogits:
+        """These logits with rows in another order, as `GivenOptions.order` has it."""
+        if order == self.options.order:
+            return self
+        unjoined = _unjoined_dims(self.tensors[0].permute(*order, -1))
+        return replace(self.options, order=order, unjoined=unjoined).bind(*self.tensors)
+
     def in_token_order(self) -> GivenLogits:
         """These logits with rows in the order of the tokens, not of the memory."""
-        order = tuple(range(len(self.batch_shape)))
-        unjoined = _unjoined_dims(self.tensors[0])
-        return replace(self.options, order=order, unjoined=unjoined).bind(*self.tensors)
+        return self.in_order(tuple(range(len(self.batch_shape))))
 
     def compacted(self, valid_mask: Tensor | None) -> GivenLogits:
         return self
@@ -305,15 +310,12 @@ def given_logits(
         added = vocab_bias(logit_bias, disallowed_ids, shard, device, acc_dtype(logits.dtype))
     if inplace_backward:
         _check_inplace_backward(logits)
-    dims, strides = tuple(range(len(lead))), logits.stride()
-    in_order = all(strides[dim] >= strides[dim + 1] for dim in dims[:-1])
-    order = dims if in_order else tuple(sorted(dims, key=lambda dim: -strides[dim]))
-    ordered = logits if in_order else logits.permute(*order, len(dims))
+    order = _outermost_first(logits.stride()[:-1])
     options = GivenOptions(
         shard=shard,
         batch_shape=lead,
         order=order,
-        unjoined=_unjoined_dims(ordered) if len(dims) > 1 else 0,
+        unjoined=_unjoined_dims(logits.permute(*order, -1)) if len(order) > 1 else 0,
         logit_scale=float(logit_scale),
         softcap=softcap,
         temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
@@ -398,6 +400,18 @@ def _coordinates(flat: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
         at.insert(0, flat % max(1, size))
         flat = flat // max(1, size)
     return (flat, *at) if shape else ()
+
+
+def _outermost_first(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions with these strides, the largest first, equal ones as they come."""
+    order: list[int] = []
+    for dim, stride in enumerate(strides):
+        place = dim
+        # One by one: torch.compile sorts no symbolic numbers.
+        while place > 0 and strides[order[place - 1]] < stride:
+            place -= 1
+        order.insert(place, dim)
+    return tuple(order)
 
 
 def _unjoined_dims(x: Tensor) -> int:

@@ -172,10 +172,8 @@ def beside(student: Source, teacher: Source) -> PairSource:
                 f"{name}: expected given logits or a source that is computed tile by tile, got "
                 f"{type(side).__name__}"
             )
-    if not student.recomputed and not teacher.recomputed:  # both in the student's order
-        given: Any = student, teacher
-        options = replace(given[1].options, order=given[0].options.order)
-        teacher = options.bind(*teacher.tensors)
+    if isinstance(student, GivenLogits) and isinstance(teacher, GivenLogits):
+        teacher = teacher.in_order(student.options.order)
     elif not student.recomputed:
         student = student.in_token_order()
         if not isinstance(teacher, HeadLogits):
