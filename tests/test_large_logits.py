@@ -61,6 +61,14 @@ def on_a_rank(
         "replay": m.vocab_parallel_sampling_logprobs(logits, target, kept_ids=kept, **common),
         "greedy": m.vocab_parallel_sample(logits, seed=1, **common)[1] * 0.0,
     }
+    # The target is the second largest.
+    of_logits = m.vocab_parallel_token_stats(logits, target, candidate_ids=ids, topk=2, **common)
+    of_hidden = m.linear_token_stats(eye, head, target, candidate_ids=ids, topk=2, **common)
+    for path, of_path in (("", of_logits), ("fused ", of_hidden)):
+        assert of_path.candidates is not None
+        assert of_path.topk is not None
+        found[f"{path}candidate"] = of_path.candidates[:, 0]
+        found[f"{path}second"] = of_path.topk[0][:, 1]
     every = m.vocab_parallel_log_softmax(logits, **common)
     own = target - world_rank() * every.shape[1]
     inside = (own >= 0) & (own < every.shape[1])
@@ -102,8 +110,9 @@ def expected(student: Tensor, teacher: Tensor, target: Tensor, temperature: Any)
         "reverse": (p * (log_p - log_q)).sum(-1),
         "jsd": 0.5 * ((q * (log_q - middle)).sum(-1) + (p * (log_p - middle)).sum(-1)),
     }
-    for name in ("gather", "fused gather", "fused logprobs", "log-softmax"):
-        found[name] = at
+    for name in ("gather", "logprobs", "candidate", "second"):
+        found[name] = found[f"fused {name}"] = at
+    found["log-softmax"] = at
     found["fused entropy"] = found["entropy"]
     for name in ("logprobs", "entropy", "top-p", "forward", "reverse"):
         (found[f"d {name}"],) = torch.autograd.grad(

@@ -144,24 +144,23 @@ class _AnswersForward(RowStatistics):
         super().see(placed)
 
     def results(self) -> tuple[Results, Saved]:
-        operation, multiplier = self._operation, self.multiplier
         (statistics, softmax), shards = self.reduce(self._x.t())
         candidates = values = ids = top_columns = None
-        log_sum, row_max = softmax.log_sum.unsqueeze(-1), softmax.row_max.unsqueeze(-1)
         if self._ids_mask is not None:
-            x = shards.sum(0).t()
-            if operation.log_softmax:
-                candidates = times_multiplier(x - row_max, multiplier) - log_sum
-            else:
-                candidates = times_multiplier(x, multiplier)
-            candidates = torch.where(self._ids_mask, candidates, 0.0)
+            of_ids = self._value_of(shards.sum(0).t(), softmax)
+            candidates = torch.where(self._ids_mask, of_ids, 0.0)
         if self._largest is not None:
-            (values, ids), (top_columns,) = self._largest.results()
-            if operation.log_softmax:
-                values = values - times_multiplier(row_max, multiplier) - log_sum
-            values = torch.where(self._counted, values, 0.0)
+            x, ids, top_columns = self._largest.largest()
+            values = torch.where(self._counted, self._value_of(x, softmax), 0.0)
             ids = torch.where(self._counted, ids, 0)
         return (*statistics, candidates, values, ids), (*softmax, top_columns)
+
+    def _value_of(self, x: Tensor, softmax: SoftmaxStats) -> Tensor:
+        """What is asked for of unscaled logits `[n, j]`."""
+        if not self._operation.log_softmax:
+            return times_multiplier(x, self.multiplier)
+        difference = times_multiplier(x - softmax.row_max.unsqueeze(-1), self.multiplier)
+        return difference - softmax.log_sum.unsqueeze(-1)
 
 
 def answers(

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from mcore_logprobs.checks import check_mask
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels.chunk import ChunkAt
+from mcore_logprobs.kernels.chunk import ChunkAt, times_multiplier
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
@@ -51,33 +51,34 @@ class TopKForward(Forward):
         width = min(k, shard.width)
         self._own = min(width, shard.valid_width)
         shape = (source.num_rows, width)
-        self._values = torch.full(shape, -torch.inf, dtype=source.acc_dtype, device=device)
+        self._x = torch.full(shape, -torch.inf, dtype=source.acc_dtype, device=device)
         self._columns = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def see(self, placed: ChunkAt) -> None:
-        width, values, columns = self._own, self._values, self._columns
+        width, top, columns = self._own, self._x, self._columns
         if width == 0:
             return
-        # The order is that of logits before the temperature, which changes no order.
-        chunk = placed.chunk.untempered
-        copied = copied_numbers(chunk.valid, width) + (not chunk.is_unprocessed) * chunk.valid
-        steps = placed._replace(chunk=chunk).steps(self._source.rows_at_a_time(copied))
-        for rows, _, step in steps:
-            z = step.logits[:, : step.valid] if step.is_unprocessed else step.processed()
+        valid, is_raw = placed.chunk.valid, placed.chunk.is_raw
+        copied = copied_numbers(valid, width) + (not is_raw) * valid
+        for rows, _, step in placed.steps(self._source.rows_at_a_time(copied)):
+            x = step.logits[:, :valid] if is_raw else step.unscaled()
             # By column, hence by global id after the gather: the sort by value is stable.
-            columns[rows, :width] = largest_columns(z, width).sort(-1).values
-            values[rows, :width] = z.gather(-1, columns[rows, :width]).to(values.dtype)
-            del step, z
+            columns[rows, :width] = largest_columns(x, width).sort(-1).values
+            top[rows, :width] = x.gather(-1, columns[rows, :width]).to(top.dtype)
+            del step, x
+
+    def largest(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(unscaled logits, global ids, this rank's columns or -1), `[n, k]` each, in order."""
+        shard = self._source.shard
+        x, ids = gather_pairs(self._x, self._columns + shard.start, shard.group)
+        order = x.sort(dim=-1, descending=True, stable=True).indices[:, : self._k]
+        x, ids = x.gather(-1, order), ids.gather(-1, order)
+        local = (ids >= shard.start) & (ids < shard.end)
+        return x, ids, torch.where(local, ids - shard.start, -1)
 
     def results(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
-        shard = self._source.shard
-        values, ids = gather_pairs(self._values, self._columns + shard.start, shard.group)
-        order = values.sort(dim=-1, descending=True, stable=True).indices[:, : self._k]
-        values, ids = values.gather(-1, order), ids.gather(-1, order)
-        temperature = self._source.processing.temperature
-        values /= temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-        local = (ids >= shard.start) & (ids < shard.end)
-        return (values, ids), (torch.where(local, ids - shard.start, -1),)
+        x, ids, columns = self.largest()
+        return (times_multiplier(x, self._source.processing.multiplier), ids), (columns,)
 
 
 def gather_pairs(values: Tensor, ids: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
