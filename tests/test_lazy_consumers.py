@@ -347,6 +347,17 @@ def test_metrics_of_one_pass() -> None:
         assert METRICS[name](lazy).isnan().nonzero().tolist() == [[2, 1]]
 
 
+def test_metrics_under_autocast_are_of_logits_in_float32() -> None:
+    """Autocast of a trainer that takes them has no part in how they are made."""
+    hidden, weight = torch.randn(S, B, H), torch.randn(V, H)
+    lazy = lazy_logits(hidden, weight, require=True)
+    expected = {name: metric(lazy) for name, metric in METRICS.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        lazy = lazy_logits(hidden, weight, require=True)
+        for name, metric in METRICS.items():
+            assert torch.equal(metric(lazy), expected[name]), name
+
+
 def test_a_mean_has_a_gradient() -> None:
     """`logits.mean() * 0.0` joins a rank without tokens to the graph."""
     tensors = {name: x.requires_grad_() for name, x in whole_tensors().items()}

@@ -468,6 +468,9 @@ def test_fipo_looks_far_ahead():
     for t in reversed(range(300)):
         expected[:, t] = values[:, t] + 0.97 * expected[:, t + 1]
     torch.testing.assert_close(_discounted_ahead(values, 0.97), expected[:, :300])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = _discounted_ahead(values.float(), 0.97)
+    torch.testing.assert_close(found, expected[:, :300].float())
     x = _batch()
     both = losses.FIPOLoss(high_only=False, safety=None, dual_clip=None)
     weights = both.second_pass(x["new"], x["old"], x["a"], x["mask"])["importance_weights"]

@@ -325,10 +325,14 @@ class FIPOLoss(ClippedLoss):
 
 
 def _discounted_ahead(values: Tensor, gamma: float, block: int = 128) -> Tensor:
-    """`[..., s]` -> sum over k >= t of gamma^(k - t) values_k. In blocks, each one product."""
-    length = values.shape[-1]
+    """`[..., s]` -> sum over k >= t of gamma^(k - t) values_k. In blocks, each one product.
+
+    In float64, which neither autocast nor TF32 makes less of.
+    """
+    length, dtype = values.shape[-1], values.dtype
     if length == 0:
         return values
+    values = values.double()
     # In a product the others would be 0 * inf at tokens behind them.
     not_finite = torch.zeros_like(values)
     for is_there, value in (
@@ -346,7 +350,7 @@ def _discounted_ahead(values: Tensor, gamma: float, block: int = 128) -> Tensor:
     ahead = [torch.zeros_like(blocks[..., 0, :])]
     for part in reversed(within.unbind(-2)):
         ahead.append(part + tail * ahead[-1][..., :1])
-    return torch.cat(ahead[:0:-1], -1)[..., :length] + not_finite
+    return (torch.cat(ahead[:0:-1], -1)[..., :length] + not_finite).to(dtype)
 
 
 class _OfBatch(TokenLoss):

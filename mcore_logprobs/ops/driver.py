@@ -206,13 +206,11 @@ class _Last(torch.autograd.Function):
         )
 
 
-def without_autocast(like: Tensor | None) -> AbstractContextManager[object]:
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Products within it have the dtypes that they are told, in a backward as in its forward."""
-    assert like is not None
-    device_type = like.device.type
-    if not autocast_enabled(device_type):
+    if not autocast_enabled(device.type):
         return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return torch.autocast(device.type, enabled=False)
 
 
 # ---- recompute mode -----------------------------------------------------------------------------
@@ -281,7 +279,7 @@ class _Recompute(torch.autograd.Function):
         plans: tuple[KeptPlan, ...],
         *tensors: Tensor,
     ) -> Results:
-        with without_autocast(tensors[0]):
+        with without_autocast(tensors[0].device):
             source, rows = _call_context(options, counts, tensors, made)
             kept = keep(source.heads, plans) if plans else []
             run = operation.forward(source, rows)
@@ -319,7 +317,7 @@ class _Recompute(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         *counts, end, last = ctx.counts
         tensors, saved = unpacked[:end], unpacked[end:last]
-        with without_autocast(tensors[0]):
+        with without_autocast(tensors[0].device):
             source, rows = _call_context(ctx.options, counts, tensors)
             if ctx.plans:
                 restore(source.heads, ctx.plans, unpacked[last:])
@@ -438,7 +436,7 @@ class _Eager(torch.autograd.Function):
         count, per_token, _ = counts
         *tensors, anchor = tensors  # type: ignore[assignment]
         inputs = tensors[:count]
-        with without_autocast(inputs[0]):
+        with without_autocast(inputs[0].device):
             source = options.bind(*inputs) if made is None else made
             rows = [source.to_row_order(x) for x in tensors[count:]]
             needs = [flag and objective.backward for flag in ctx.needs_input_grad[5 : 5 + count]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mcore_logprobs.kernels.chunk import ChunkAt
-from mcore_logprobs.ops.driver import Forward, show
+from mcore_logprobs.ops.driver import Forward, show, without_autocast
 from mcore_logprobs.sources.lazy_head import RowSummary
 from mcore_logprobs.sources.source import Source
 
@@ -38,14 +38,16 @@ class _RowSummary(Forward):
             self.columns[:, rows] = torch.where(
                 more, column + placed.columns.start, self.columns[:, rows]
             )
-            self.sums[:, rows] += torch.stack([z.sum(-1), torch.linalg.vecdot(z, z)])
+            squares = torch.linalg.vector_norm(z, dim=-1).square_()  # no product, hence no TF32
+            self.sums[:, rows] += torch.stack([z.sum(-1), squares])
 
 
 @torch.no_grad()
 def row_summary(source: Source) -> RowSummary:
     """Of each token's processed logits, `[*lead]` each."""
     run = _RowSummary(source)
-    show(run, source)
+    with without_autocast(source.device):
+        show(run, source)
     (largest, negated), (above, below), (total, squares) = run.values, run.columns, run.sums
     rows = RowSummary(
         largest=largest,
