@@ -7,6 +7,7 @@ Without a GPU the calls run on the meta device, where a tensor has no values: wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,8 +111,18 @@ def sampled(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return m.linear_token_stats(hidden, weight, ids).logprobs.sum()
 
 
+def of_a_teacher_s_top_k(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    ids = (target.clamp(min=0).unsqueeze(-1) + torch.arange(4, device=target.device)) % 600
+    teacher = torch.full(ids.shape, -2.0, device=target.device)
+    values = [
+        m.linear_topk_kl_div(hidden, weight, teacher, ids, kind=kind, beta=0.3, chunk_size=20)
+        for kind in ("forward", "jsd", "skewed_reverse")
+    ]
+    return torch.stack(values).sum()
+
+
 CALLS = [from_logits, fused, fused_in_tiles, policy, replay, gathered]
-CALLS += [of_strided_rows, from_a_teacher_s_logits, largest, sampled]
+CALLS += [of_strided_rows, from_a_teacher_s_logits, largest, sampled, of_a_teacher_s_top_k]
 
 
 class _NothingFromTheHost(TorchDispatchMode):
@@ -130,6 +141,14 @@ class _NothingFromTheHost(TorchDispatchMode):
         self._patches = pytest.MonkeyPatch()
         for name in ("tensor", "as_tensor"):
             self._patches.setattr(torch, name, self._of_tensors_alone(getattr(torch, name)))
+        new_tensor = Tensor.new_tensor
+        self._patches.setattr(
+            Tensor,
+            "new_tensor",
+            lambda x, data, **options: self._of_tensors_alone(partial(new_tensor, x))(
+                data, **options
+            ),
+        )
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -188,6 +207,8 @@ def test_the_proxy_sees_what_a_graph_would_refuse() -> None:
             torch.tensor([1.0, 2.0]).to("meta")
         with pytest.raises(AssertionError, match="between"):
             torch.tensor(2.0).to("meta")
+        with pytest.raises(AssertionError, match="between"):
+            x.new_tensor([1.0, 2.0])
         with pytest.raises(AssertionError, match="between"):
             torch.unravel_index(x.long(), (2, 3))
     hidden, weight, target = _leaves("meta", torch.float32)

@@ -244,7 +244,8 @@ def context_parallel_shift(
         x: `[..., S/CP, ...]`, any dtype. Same shape on every rank.
         cp_group, seq_dim, layout, cu_seqlens: as in `context_parallel_shard`.
         lengths: true lengths without padding, `[sequences]` ints (one where nothing is packed): a
-            list, or an int32 or int64 tensor on x's device. None: as cu_seqlens says.
+            list, which costs one copy to x's device, or an int32 or int64 tensor there. None: as
+            cu_seqlens says.
         fill: the value after the last token of each sequence, and at all of its padding.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -89,8 +90,7 @@ class TopKDivergence:
             return p * (student - teacher)
         if self.kind == "total_variation":
             return 0.5 * (p - q).abs()
-        weights = student.new_tensor([self.beta, 1.0 - self.beta]).log()
-        mixture = torch.logaddexp(teacher + weights[0], student + weights[1])
+        mixture = torch.logaddexp(teacher + math.log(self.beta), student + math.log1p(-self.beta))
         if self.kind == "skewed_forward":
             return q * (teacher - mixture)
         if self.kind == "skewed_reverse":
