@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.megatron.calls import Call
+from mcore_logprobs.megatron.calls import Call, check_shifted
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, in_place, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import head_output
@@ -31,6 +31,7 @@ def logprob_output_processor(
     output_layer: ColumnParallelLinear,
     output_weight: Tensor | None = None,
     labels: Tensor | None = None,
+    input_ids: Tensor | None = None,
     runtime_gather_output: bool | None = None,
     context: LogprobConfig | None = None,
     scale_logits: Any = None,
@@ -51,8 +52,10 @@ def logprob_output_processor(
     output="loss" alone; a patched model gives its TokenStats there, too.
 
     Raises:
-        ValueError: a context that is not a LogprobConfig; a head that cannot be fused under
-            fused="require"; those of the operations.
+        ValueError: a context that is not a LogprobConfig, or that a processor cannot honor:
+            logits="lazy" in a call without labels, mtp="off" of a model with multi-token
+            prediction; a head that cannot be fused under fused="require"; labels that check_labels
+            refuses; those of the operations.
     """
     if context is not None and not isinstance(context, LogprobConfig):
         raise ValueError(
@@ -60,6 +63,15 @@ def logprob_output_processor(
         )
     if context is None:
         context = LogprobConfig.from_transformer_config(config)
+    if context.mtp == "off" and getattr(config, "mtp_num_layers", None):
+        raise ValueError("mtp: expected 'keep' for an output processor, got 'off': patch the model")
+    if context.logits == "lazy" and labels is None:
+        raise ValueError(
+            "logits: expected 'real' for an output processor without labels, got 'lazy': patch the "
+            "model"
+        )
+    if context.check_labels:
+        check_shifted(input_ids, labels, context.ignore_index)
     call = {"weight": output_weight, "runtime_gather_output": runtime_gather_output}
     scale = scale_logits or (lambda logits: logits)
     if labels is None:

@@ -98,6 +98,33 @@ def test_output_processor(ranks, layout, settings, config):
         assert max(errors.values()) < 1e-5
 
 
+def settings_of_a_patch() -> None:
+    """What the hook cannot honor is an error, and labels are checked as a patch does."""
+    with megatron() as parallel_state:
+        model, batch = build(parallel_state, 1, False, True, **MTP), make_batch(parallel_state)
+
+        def call(labels: Any, **settings: Any) -> Any:
+            return model(
+                **batch["inputs"],
+                labels=labels,
+                output_processor=logprob_output_processor,
+                output_processor_context=LogprobConfig(**settings),
+            )
+
+        for message, labels, settings in (
+            ("mtp: expected 'keep'", batch["labels"], {"mtp": "off"}),
+            ("logits: expected 'real'", None, {"logits": "lazy"}),
+            ("labels: expected the token after", batch["inputs"]["input_ids"], {}),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call(labels, check_labels=True, **settings)
+        call(batch["labels"], logits="lazy")
+
+
+def test_settings_of_a_patch(ranks):
+    ranks(1).run(settings_of_a_patch)
+
+
 def another_processor(tp: int) -> None:
     """Somebody else's processor gets real logits; the main head's MTP losses stay fused."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
