@@ -214,3 +214,17 @@ def test_memory_is_a_few_chunks(name, spread, cut):
         out.backward(upstream)
     assert [x.dtype for x in made.larger_than(2 * copy)] == [torch.bfloat16]  # the gradient
     assert made.peak <= logits.nbytes + 4 * copy + per_row
+
+
+@pytest.mark.parametrize("options", [{"top_k": 900}, {"top_k": 900, "top_p": 0.9}], ids=str)
+def test_memory_of_a_large_top_k(options):
+    """Of each row's candidates a value and a column; what is made of them is made in steps."""
+    rows, copy = 256, 1 << 18
+    logits = (torch.randn(rows, WIDE) * 3.0).bfloat16()
+    target, many = logits.argmax(-1), rows * 901
+    whole = ml.vocab_parallel_sampling_logprobs(logits, target, **options)
+    sizes = replace(budgets.of("cpu"), copy_bytes=copy)
+    with budgets.use(sizes), TensorsMade() as made:
+        stepwise = ml.vocab_parallel_sampling_logprobs(logits, target, **options)
+    assert torch.equal(stepwise, whole)
+    assert made.peak <= (4 + 8) * many + 4 * copy

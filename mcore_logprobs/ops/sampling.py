@@ -371,7 +371,8 @@ def vocab_parallel_sampling_logprobs(
     the logits' rows have no common stride, as those of `logits[:, :-1]`. None in replay.
 
     Memory: backward keeps the logits and six numbers per row. The gradient, in the logits' dtype,
-    is the only `[..., V/TP]` tensor made.
+    is the only `[..., V/TP]` tensor made. Filters gather top_k + 1 candidates of each row from
+    every rank (128 without a top_k below 1024): 4 bytes each, and 12 more of this rank's own.
 
     Rounding: probabilities are summed in float32 or better. If the sum before a token is within
     about 1e-6 of top_p, that token may be kept or not. TP ranks always agree.

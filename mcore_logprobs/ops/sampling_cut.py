@@ -18,13 +18,14 @@ Masses are sums of exp(z - max z), never normalised, in float64 over the candida
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
-from mcore_logprobs.kernels.chunk import ChunkAt
+from mcore_logprobs.kernels.chunk import ChunkAt, per_row, row_chunks
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.ops.sampling_search import (
     FilterOptions,
@@ -113,7 +114,7 @@ def find_cut(
     if candidates > _MAX_CANDIDATES:
         candidates = _TOP_P_CANDIDATES
     survey = _Survey(logits, local_sum, local_target, min(candidates, shard.width), opts)
-    cut = survey.cut()
+    cut = survey.cut(source.rows_at_a_time)
     hard = cut.hard & valid_mask & survey.row_max.isfinite()
     index = hard.nonzero().squeeze(-1)  # a host sync
     if index.numel():
@@ -179,7 +180,6 @@ class _Survey:
             for it.
         floor: `[n]`, the smallest logit that min_p keeps.
         target, own_target: `[n]` the target's logit; own_target is 0 on ranks that lack it.
-        listed: `[n, ranks*c]` the candidates, descending.
         edge: `[n]`, above which the list is complete; -inf where it is complete altogether.
     """
 
@@ -210,8 +210,7 @@ class _Survey:
         everyone = all_gather_stack(packed, shard.group)  # [ranks, 2 + c, n]
         self.own_target, self.target = packed[0], everyone[:, 0].sum(0)
         self._candidates = everyone[:, 2:]
-        self.listed = self._candidates.permute(2, 0, 1).flatten(1).sort(-1, descending=True).values
-        row_max = self.listed[:, 0]
+        row_max = everyone[:, 2].amax(0)
         self.row_max = torch.where(row_max.isneginf(), 0.0, row_max)
         self.total = (everyone[:, 1].double() * self._weight(everyone[:, 2])).sum(0)
         if opts.top_k is not None or opts.min_p is not None:
@@ -224,30 +223,43 @@ class _Survey:
             smallest[rank] = -torch.inf
         self.edge = smallest.amax(0)
 
-    def _weight(self, raw: Tensor) -> Tensor:
-        """exp(z - max z), float64; raw `[..., n]`."""
-        return ((raw.double() - self.row_max) * self._opts.multiplier).exp()
+    def _weight(self, raw: Tensor, part: slice = slice(None)) -> Tensor:
+        """exp(z - max z), float64; raw `[..., n]`, of some rows."""
+        multiplier = per_row(self._opts.multiplier, part)
+        return ((raw.double() - self.row_max[part]) * multiplier).exp()
 
-    def cut(self) -> _Found:
-        """Step 2: the cut as the list tells it; `hard` where it does not."""
-        opts, listed = self._opts, self.listed
+    def cut(self, rows_at_a_time: Callable[[int], int]) -> _Found:
+        """Step 2: the cuts as the lists tell them; `hard` where they do not.
+
+        Args:
+            rows_at_a_time: columns -> rows of which float32 copies of so many columns are made.
+        """
+        ranks, c, n = self._candidates.shape
+        # Of each candidate a value and its place as they are sorted, and three float64 numbers.
+        parts = list(row_chunks(n, rows_at_a_time(9 * ranks * c))) or [slice(0, 0)]
+        return _Found(*map(torch.cat, zip(*map(self._cut_of, parts), strict=True)))
+
+    def _cut_of(self, part: slice) -> _Found:
+        opts, edge = self._opts, self.edge[part]
+        listed = self._candidates[..., part].permute(2, 0, 1).flatten(1)
+        listed = listed.sort(-1, descending=True).values
         n, length = listed.shape
         # Whether all that min_p keeps is on the list.
-        complete = self.edge.isneginf() | (self.floor > self.edge)
+        complete = edge.isneginf() | (self.floor[part] > edge)
         kept = torch.ones_like(listed, dtype=torch.bool)
-        weight = self._weight(listed.t()).t()
+        weight = self._weight(listed.t(), part).t()
         if opts.min_p is not None:
-            kept = listed >= self.floor.unsqueeze(-1)
+            kept = listed >= self.floor[part].unsqueeze(-1)
             weight = weight * kept
         before = cumulative(weight) - weight
         hard = torch.zeros(n, dtype=torch.bool, device=listed.device)
-        total = self.total
+        total = self.total[part]
         if opts.top_k is not None:
             if opts.top_k > length:
                 hard = ~complete
             else:
                 kth = listed[:, opts.top_k - 1]
-                hard = (kth <= self.edge) & ~complete
+                hard = (kth <= edge) & ~complete
                 kept = kept & (listed >= kth.unsqueeze(-1))
             total = (weight * kept).sum(-1)
         elif opts.min_p is not None:
@@ -257,23 +269,25 @@ class _Survey:
         count = kept.sum(-1, keepdim=True).clamp(min=1)
         value = listed.gather(-1, count - 1).squeeze(-1)
         behind = torch.nn.functional.pad(listed, (0, 1), value=-torch.inf).gather(-1, count)
-        hard = hard | ((value <= self.edge) & ~complete)
+        hard = hard | ((value <= edge) & ~complete)
         mass = (before + weight).gather(-1, count - 1).squeeze(-1)
         no_limit = torch.full_like(count.squeeze(-1), opts.shard.width)
         last = no_limit
         if opts.top_p is not None:
-            last = torch.where(value.isneginf(), no_limit, self._last_tie(value, count.squeeze(-1)))
-        following = torch.maximum(behind.squeeze(-1), self.edge)  # no other is above the edge
+            tie = self._last_tie(part, listed, value, count.squeeze(-1))
+            last = torch.where(value.isneginf(), no_limit, tie)
+        following = torch.maximum(behind.squeeze(-1), edge)  # no other is above the edge
         return _Found(value, following, mass, last, hard)
 
-    def _last_tie(self, value: Tensor, count: Tensor) -> Tensor:
+    def _last_tie(self, part: slice, listed: Tensor, value: Tensor, count: Tensor) -> Tensor:
         """This rank's last kept column among those equal to `value`, of `count` kept in all."""
-        ties = (self._candidates == value).sum(1)  # [ranks, n]
-        kept = count - (self.listed > value.unsqueeze(-1)).sum(-1)
+        everyone = self._candidates[..., part]
+        ties = (everyone == value).sum(1)  # [ranks, n]
+        kept = count - (listed > value.unsqueeze(-1)).sum(-1)
         mine = kept_on_rank(kept, ties, self._opts.shard.rank)
-        candidates = self._candidates[self._opts.shard.rank].t()
+        candidates = everyone[self._opts.shard.rank].t()
         is_tie = candidates == value.unsqueeze(-1)
-        columns = torch.where(is_tie, self._columns, self._opts.shard.width)
+        columns = torch.where(is_tie, self._columns[part], self._opts.shard.width)
         last = columns.sort(-1).values.gather(-1, (mine - 1).clamp(min=0).unsqueeze(-1))
         return torch.where(mine > 0, last.squeeze(-1), -1)
 

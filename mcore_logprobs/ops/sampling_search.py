@@ -340,9 +340,12 @@ class _Search:
 
 
 def cumulative(weight: Tensor) -> Tensor:
-    """`cumsum` of float64 `[n, c]` along c; by GEMMs where only what is deterministic may run."""
-    if weight.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
-        return running_sum(weight)  # pragma: no cover (CUDA)
+    """`cumsum` of float64 `[n, c]` along c, the same bits on every rank."""
+    if weight.device.type == "cuda":  # pragma: no cover (CUDA)
+        if torch.are_deterministic_algorithms_enabled():
+            return running_sum(weight)
+        if len(weight) == 1:  # alone it is summed in blocks whose order is not fixed
+            return weight.expand(2, -1).cumsum(-1)[:1]
     return weight.cumsum(-1)
 
 
