@@ -198,7 +198,7 @@ class Chunk:
             slope = softcap_slope(raw, processing.logit_scale, processing.softcap, dz.dtype)
             # A row with NaN that asks for nothing gets nothing: 0 times a NaN slope would be NaN.
             dz.mul_(slope.masked_fill_(dz == 0, 0.0))
-        times_multiplier(dz, processing.slope, out=dz)
+        times_multiplier(dz, processing.slope, in_place=True)
 
 
 class ChunkAt(NamedTuple):
@@ -251,7 +251,7 @@ def unscaled_logits(
 
 
 def times_multiplier(
-    x: Tensor, multiplier: float | Tensor, *, rows_last: bool = False, out: Tensor | None = None
+    x: Tensor, multiplier: float | Tensor, *, rows_last: bool = False, in_place: bool = False
 ) -> Tensor:
     """x `[n, ...]` times a number, or one for each row; x itself where that is 1.
 
@@ -259,9 +259,10 @@ def times_multiplier(
         rows_last: x is `[..., n]`.
     """
     if isinstance(multiplier, Tensor):
-        each = multiplier.to(x.dtype) if rows_last else row_numbers(multiplier, x)
-        return torch.mul(x, each, out=out)
-    return x if multiplier == 1.0 else torch.mul(x, multiplier, out=out)
+        multiplier = multiplier.to(x.dtype) if rows_last else row_numbers(multiplier, x)
+    elif multiplier == 1.0:
+        return x
+    return x.mul_(multiplier) if in_place else x * multiplier
 
 
 def row_numbers(per_row: Tensor, like: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def log_probs(x: Tensor, multiplier: float | Tensor, row_max: Tensor, log_sum: T
     """
     row_max, log_sum = row_max.unsqueeze(-1), log_sum.unsqueeze(-1)
     shifted = x - row_max
-    times_multiplier(shifted, multiplier, out=shifted)
+    times_multiplier(shifted, multiplier, in_place=True)
     return _bounded(shifted.sub_(log_sum))
 
 
@@ -189,7 +189,7 @@ def statistics_of(
     # NaN in rows that are not near, so that one comparison finds them and what is not finite;
     # `isfinite`, or `&` with a second mask, takes several times as long.
     apart.sub_(torch.where(near, max_s - max_t, torch.nan).unsqueeze(-1))
-    times_multiplier(apart, of_student, out=apart)
+    times_multiplier(apart, of_student, in_place=True)
     s = _about(s, max_s, of_student)
     t = _about(t, max_t, of_teacher)
     torch.where(apart.abs() < torch.inf, apart, s - t, out=apart)
@@ -250,7 +250,7 @@ def _about(x: Tensor, row_max: Tensor, multiplier: float | Tensor) -> Tensor:
     row_max = row_max.unsqueeze(-1)
     empty = row_max.isneginf()
     shifted = x - torch.where(empty, 0.0, row_max)
-    times_multiplier(shifted, multiplier, out=shifted)
+    times_multiplier(shifted, multiplier, in_place=True)
     # A product with 0, since filling by a mask takes eight times as long.
     return _bounded(shifted).mul_((~empty).to(x.dtype))
 

@@ -138,7 +138,7 @@ def _reduce_blocks(
         part["zsum"].copy_(times_multiplier(finite.sum(-1), multiplier).t())
         del finite, masked
     shifted = torch.sub(x, base, out=memory)
-    times_multiplier(shifted, multiplier, out=shifted)
+    times_multiplier(shifted, multiplier, in_place=True)
     weight = shifted.clamp_(min=LOG_ZERO).exp() if spec.entropy else shifted.exp_()
     part["sum"].copy_(weight.sum(-1).t())
     if spec.entropy:
@@ -219,7 +219,7 @@ def distribution_gradient(
         coef: `[k, n, 1]` or `[k, e]`.
     """
     row = by_name(spec.coefficients, coef)
-    shifted = times_multiplier(difference, multiplier, out=difference)
+    shifted = times_multiplier(difference, multiplier, in_place=True)
     masked = shifted.isneginf() if spec.smoothing else None
     shifted.clamp_(min=LOG_ZERO)
     dz = shifted.exp()

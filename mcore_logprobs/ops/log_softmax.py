@@ -53,7 +53,7 @@ class _LogSoftmaxForward(RowStatistics):
             row_max, log_sum = (x[rows].unsqueeze(-1) for x in self._softmax[:2])
             valid = out[:, : step_chunk.valid]
             torch.sub(step_chunk.unscaled(), row_max, out=valid)
-            times_multiplier(valid, step_chunk.processing.multiplier, out=valid)
+            times_multiplier(valid, step_chunk.processing.multiplier, in_place=True)
             valid -= log_sum
 
     def finalize(self) -> None:
@@ -92,7 +92,7 @@ class _LogSoftmaxGradient(Backward):
         out[:, placed.chunk.valid :] = 0
         for rows, part, step_chunk in placed.steps(self._step):
             p = step_chunk.unscaled() - self._row_max[rows].unsqueeze(-1)
-            times_multiplier(p, step_chunk.processing.multiplier, out=p)
+            times_multiplier(p, step_chunk.processing.multiplier, in_place=True)
             p.exp_().mul_(self._total[rows].unsqueeze(-1))
             dz = torch.sub(self._wanted[rows, columns], p, out=p)
             step_chunk.to_raw_gradient(dz)

@@ -150,7 +150,7 @@ def _tempered(x: Tensor, multiplier: float | Tensor) -> Tensor:
     can bear.
     """
     wide = x.to(torch.float64, copy=True)
-    return times_multiplier(wide, multiplier, out=wide)
+    return times_multiplier(wide, multiplier, in_place=True)
 
 
 class _Best:
