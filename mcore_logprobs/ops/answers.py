@@ -15,17 +15,10 @@ from torch import Tensor
 
 from mcore_logprobs.checks import check_ids, global_to_local
 from mcore_logprobs.kernels.chunk import ChunkAt, times_multiplier
-from mcore_logprobs.kernels.stats import (
-    IGNORED,
-    GradientTerms,
-    RowResults,
-    SoftmaxStats,
-    StatsSpec,
-    gradient_coefficients,
-)
+from mcore_logprobs.kernels.stats import IGNORED, RowResults, SoftmaxStats, StatsSpec
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
+from mcore_logprobs.ops.row_statistics import RowStatistics, gradient_with_entries
 from mcore_logprobs.ops.topk import TopK, check_k
 from mcore_logprobs.sources.source import Source
 
@@ -89,31 +82,22 @@ class Answers(Operation[Source]):
         local_target, valid_mask, *asked = tensors
         *of_softmax, top_columns = saved
         softmax, on = SoftmaxStats(*of_softmax), Found.of(upstream)
-        columns, entries = [], []
+        entries = []
         if on.candidates is not None:
-            columns.append(asked[0])
-            entries.append(torch.where(asked[1], on.candidates, 0.0))
+            entries.append((asked[0], torch.where(asked[1], on.candidates, 0.0)))
         if on.values is not None:
-            columns.append(top_columns)
-            entries.append(torch.where(valid_mask.unsqueeze(-1), on.values, 0.0))
-        results, any_entry = on.statistics, torch.zeros_like(valid_mask)
-        if entries:
-            on_entries = torch.cat(entries, -1)
-            any_entry = (on_entries != 0).any(-1)
-            if self.log_softmax:
-                # Of z - lse; entries that cancel leave 0, but a row that holds a NaN is NaN.
-                on_lse = -on_entries.sum(-1) + torch.where(any_entry, 0.0 * softmax.log_sum, 0.0)
-                results = results._replace(
-                    lse=on_lse if results.lse is None else results.lse + on_lse
-                )
-        spec, coef, on_target = gradient_coefficients(
-            results, softmax, valid_mask=valid_mask, label_smoothing=self.label_smoothing
+            values = torch.where(valid_mask.unsqueeze(-1), on.values, 0.0)
+            entries.append((top_columns, values))
+        return gradient_with_entries(
+            source,
+            on.statistics,
+            softmax,
+            valid_mask,
+            entries,
+            normalized=self.log_softmax,
+            target=local_target,
+            label_smoothing=self.label_smoothing,
         )
-        coef = coef + torch.where(any_entry, 0.0 * softmax.log_sum, 0.0)
-        columns = [local_target.unsqueeze(-1), *columns]
-        incoming = torch.cat([on_target.unsqueeze(-1), *entries], -1)
-        terms = GradientTerms(torch.cat(columns, -1), incoming, softmax.row_max, coef, spec)
-        return LogitGradient(source, terms)
 
 
 class _AnswersForward(RowStatistics):

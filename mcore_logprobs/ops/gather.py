@@ -25,18 +25,16 @@ from mcore_logprobs.checks import (
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.chunk import ChunkAt, acc_dtype, times_multiplier
 from mcore_logprobs.kernels.stats import (
-    GradientTerms,
     RowResults,
     SoftmaxStats,
     StatsSpec,
-    gradient_coefficients,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import (
     EntryGradient,
-    LogitGradient,
     RowStatistics,
+    gradient_with_entries,
     grid_entries,
 )
 from mcore_logprobs.sources.given import given_logits
@@ -102,16 +100,12 @@ class EntryLogprobs(Operation[Source]):
         softmax = SoftmaxStats(*saved)
         if on_values is None:
             on_values = torch.zeros_like(local_ids, dtype=softmax.row_max.dtype)
-        on_values = torch.where(valid_mask, on_values, 0.0)
-        asked = (on_values != 0).any(-1)
-        if on_entropy is not None:
-            asked |= on_entropy != 0
-        results = RowResults(on_values.sum(-1) if self.log_softmax else None, on_entropy)
-        spec, coef, _ = gradient_coefficients(results, softmax, valid_mask=asked)
-        # Entries that cancel leave coefficients of 0, but a row that holds a NaN is NaN throughout.
-        coef = coef + torch.where(asked, 0.0 * softmax.log_sum, 0.0)
-        terms = GradientTerms(local_ids, on_values, softmax.row_max, coef, spec)
-        return LogitGradient(source, terms)
+        entries = [(local_ids, torch.where(valid_mask, on_values, 0.0))]
+        every = torch.ones_like(softmax.row_max, dtype=torch.bool)
+        on = RowResults(entropy=on_entropy)
+        return gradient_with_entries(
+            source, on, softmax, every, entries, normalized=self.log_softmax
+        )
 
 
 class _LogprobForward(RowStatistics):

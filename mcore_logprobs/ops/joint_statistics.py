@@ -18,10 +18,9 @@ from torch import Tensor
 
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.chunk import times_multiplier
-from mcore_logprobs.kernels.stats import IGNORED, RowResults, StatsSpec
-from mcore_logprobs.ops.answers import Answers
+from mcore_logprobs.kernels.stats import IGNORED, RowResults, SoftmaxStats, StatsSpec
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
-from mcore_logprobs.ops.row_statistics import RowStatistics
+from mcore_logprobs.ops.row_statistics import RowStatistics, gradient_with_entries
 from mcore_logprobs.sources.latest_pass import LatestPass
 from mcore_logprobs.sources.source import LogitIndices, Source, Tile
 
@@ -62,17 +61,21 @@ class JointStatistics(Operation[Source]):
         *statistics, _, _, on_slots = upstream
         self.joined.spent = True
         every = torch.ones_like(tensors[0], dtype=torch.bool)
-        targets = [source.to_row_order(x.reshape(source.batch_shape)) for x in self.joined.targets]
-        asked: Tensors = ()
+        entries = []
         if on_slots is not None:
-            columns = torch.stack(targets, -1)
-            asked = columns, torch.ones_like(columns, dtype=torch.bool)
-            on_slots = on_slots[:, : columns.shape[1]]
-        return Answers(self.spec, 0.0, on_slots is not None, 0, log_softmax=False).backward(
+            joined = [
+                source.to_row_order(x.reshape(source.batch_shape)) for x in self.joined.targets
+            ]
+            columns = torch.stack(joined, -1)
+            entries.append((columns, on_slots[:, : columns.shape[1]]))
+        return gradient_with_entries(
             source,
-            (*statistics, on_slots, None, None),
-            (tensors[0], every, *asked),
-            (*saved, None),
+            RowResults(*statistics),
+            SoftmaxStats(*saved),
+            every,
+            entries,
+            normalized=False,
+            target=tensors[0],
         )
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -223,6 +223,43 @@ class Statistics(Operation[Source]):
         )
         entries = local_target.unsqueeze(-1), on_target.unsqueeze(-1)
         return LogitGradient(source, GradientTerms(*entries, softmax.row_max, coef, spec))
+
+
+def gradient_with_entries(
+    source: Source,
+    on: RowResults,
+    softmax: SoftmaxStats,
+    valid_mask: Tensor,
+    entries: Sequence[tuple[Tensor, Tensor]],
+    *,
+    normalized: bool,
+    target: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> LogitGradient:
+    """The gradient of statistics and of single logits beside them.
+
+    Args:
+        on: upstream gradients of the statistics, `[n]` each.
+        entries: (local ids, upstream gradients), `[n, j]` each.
+        normalized: the entries are log-probabilities; False: logits over the temperature.
+        target: local targets `[n]`; None: no statistic is of a target.
+    """
+    nan: float | Tensor = 0.0
+    if entries:
+        every = torch.cat([upstream for _, upstream in entries], -1)
+        # Entries that cancel leave coefficients of 0, but a row that holds a NaN is NaN throughout.
+        nan = torch.where((every != 0).any(-1), 0.0 * softmax.log_sum, 0.0)
+        if normalized:
+            on_lse = nan - every.sum(-1)
+            on = on._replace(lse=on_lse if on.lse is None else on.lse + on_lse)
+    spec, coef, on_target = gradient_coefficients(
+        on, softmax, valid_mask=valid_mask, label_smoothing=label_smoothing
+    )
+    if target is not None:
+        entries = [(target.unsqueeze(-1), on_target.unsqueeze(-1)), *entries]
+    columns, upstream = (torch.cat(parts, -1) for parts in zip(*entries, strict=True))
+    terms = GradientTerms(columns, upstream, softmax.row_max, coef + nan, spec)
+    return LogitGradient(source, terms)
 
 
 class EntryGradient(LogitGradient):
