@@ -103,9 +103,10 @@ def _patched(
                 + "; call unpatch_model first"
             )
         head = present or HeadPatch(language_model, settings)
-        why = head.check(settings)
+        is_new = present is None or lends
+        why = head.check(settings) if is_new else head.report.reason
         reason = reason or why
-        heads.append((head, present is None or lends))
+        heads.append((head, is_new))
     assert settings is not None
     if settings.fused == "require":
         for why in reasons_of(model, reason):
