@@ -431,12 +431,10 @@ class _WithLabels:
         processed = processor is not None and processor is not NOT_PASSED
         if processed:
             arguments["output_processor"] = functools.partial(_process, processor, running)
-        with patch.running(running):
-            if labels is None or mtp == "keep":
-                output = wrapped(*arguments.args, **arguments.kwargs)
-            else:
-                with _without_mtp(patch.model, arguments):
-                    output = wrapped(*arguments.args, **arguments.kwargs)
+        left_out = labels is not None and mtp == "off"
+        cut = _without_mtp(patch.model, arguments) if left_out else contextlib.nullcontext()
+        with patch.running(running), cut:
+            output = arguments.call(wrapped)
         if processed:
             return output
         if labels is None:
@@ -469,7 +467,6 @@ class _Arguments:
         self._bound.apply_defaults()
         rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
         self._rest: dict[str, object] = self._bound.arguments[rest[0]] if rest else {}
-        self.args, self.kwargs = self._bound.args, self._bound.kwargs
 
     def __getitem__(self, name: str) -> Any:
         return self._bound.arguments.get(name, self._rest.get(name, NOT_PASSED))
@@ -479,7 +476,9 @@ class _Arguments:
             self._bound.arguments[name] = value
         else:
             self._rest[name] = value
-        self.args, self.kwargs = self._bound.args, self._bound.kwargs
+
+    def call(self, function: Callable[..., object]) -> object:
+        return function(*self._bound.args, **self._bound.kwargs)
 
 
 @contextlib.contextmanager
@@ -496,8 +495,9 @@ def _without_mtp(model: object, given: _Arguments) -> Iterator[None]:
     if not given["mtp_in_postprocess"]:  # NOT_PASSED where the model has no such argument
         given["hidden_states"] = torch.chunk(given["hidden_states"], 1 + layers, dim=0)[0]
     config = vars(model)["config"]
-    vars(model)["config"] = copy.copy(config)
-    vars(model)["config"].mtp_num_layers = None
+    without = copy.copy(config)
+    without.mtp_num_layers = None
+    vars(model)["config"] = without
     vars(model)["mtp"] = functools.partial(_pass_through, _of_mtp_alone(model))
     try:
         yield

@@ -24,11 +24,7 @@ from mcore_logprobs.checks import (
 )
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.chunk import ChunkAt, acc_dtype, times_multiplier
-from mcore_logprobs.kernels.stats import (
-    RowResults,
-    SoftmaxStats,
-    StatsSpec,
-)
+from mcore_logprobs.kernels.stats import RowResults, SoftmaxStats, StatsSpec
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import (

@@ -252,10 +252,10 @@ def map_logits(
         z = Chunk(flat_logits, flat_logits.shape[1], processing).processed()
         rows = (t.reshape(-1, *t.shape[len(lead) :]) for t in tensors)
         flat, spec = flat_results(fn(z, *rows), source.num_rows)
-        masked = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]
         if mask is not None:
-            masked = [None if x is None else _masked(x, mask) for x in masked]
-        return pytree.tree_unflatten(masked, spec)
+            flat = [None if x is None else _masked_rows(x, mask.reshape(-1)) for x in flat]
+        per_token = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]
+        return pytree.tree_unflatten(per_token, spec)
     source = source.in_whole_rows()
     operation = Map(
         fn=fn,
@@ -268,13 +268,6 @@ def map_logits(
         mask = torch.ones(lead, dtype=torch.bool, device=device)
     results = apply(operation, source, mask, *tensors)
     return pytree.tree_unflatten(list(results), operation.structure.spec)
-
-
-def _masked(x: Tensor, mask: Tensor) -> Tensor:
-    # Not 0, with which a bool would become an integer.
-    return torch.where(
-        mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim())), x, torch.zeros_like(x)
-    )
 
 
 @shared_keywords(LayerKeywords, head_logits)

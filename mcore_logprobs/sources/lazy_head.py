@@ -134,9 +134,10 @@ class LazyHead:
         hidden, weight = self._open[-1] if self._open else (self.hidden, self.weight)
         return self._of_call(hidden, gradient), self._of_call(weight, gradient)
 
-    def _of_call(self, x: Tensor, gradient: bool) -> Tensor:
-        """x with a gradient where one is wanted, and x wanted one in the call too."""
-        return x if gradient and not self._thawed(x) else x.detach()
+    def _of_call(self, x: Tensor, gradient: bool, *, made_of: Tensor | None = None) -> Tensor:
+        """x with a gradient where one is wanted, and what it is made of wanted one in the call."""
+        thawed = self._thawed(x if made_of is None else made_of)
+        return x if gradient and not thawed else x.detach()
 
     @property
     def product_is_as_in_call(self) -> bool:
@@ -168,8 +169,9 @@ class LazyHead:
         """
         hidden, weight, lora = self.operands(*self.present(gradient=gradient))
         if lora is not None:
-            a, b = (self._thawed(x) or not gradient for x in self.lora_tensors)
-            lora = (lora[0].detach() if a else lora[0], lora[1].detach() if b else lora[1], lora[2])
+            parts = zip(lora[:2], self.lora_tensors, strict=True)
+            a, b = (self._of_call(x, gradient, made_of=own) for x, own in parts)
+            lora = a, b, lora[2]
         bias = None if self.bias is None else self._of_call(self.bias, gradient)
         if bias is not None:
             # The layer's logits have it before the scale; the operation adds it after that.

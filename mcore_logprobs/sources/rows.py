@@ -67,20 +67,21 @@ class RowSelection:
         rows_per_rank = max(1, count // ranks)
         owner = rows // rows_per_rank  # [m], the rank that holds each
         owned = torch.bincount(owner, minlength=ranks)  # [ranks]
-        # Which of the m rows is in a slot, [ranks, k]; in their order, -1 for padding.
-        order = owner.argsort(stable=True)
-        slots = torch.arange(int(owned.max()), device="cpu").repeat(ranks, 1)
-        row_of_slot = torch.full_like(slots, -1)
-        row_of_slot[slots < owned.unsqueeze(1)] = order
-        mine = row_of_slot[group_rank(group)]
+        # Each rank has k slots: for its rows, in their order, and behind them for padding.
+        k, first = int(owned.max()), owned.cumsum(0) - owned
+        order = owner.argsort(stable=True)  # the m rows, rank by rank
+        place = torch.arange(len(rows), device="cpu") - first[owner[order]]
+        slot_of_row = torch.empty_like(rows)
+        slot_of_row[order] = owner[order] * k + place
+        row_of_slot = torch.full((ranks * k,), -1, device="cpu")
+        row_of_slot[slot_of_row] = torch.arange(len(rows), device="cpu")
+        mine = row_of_slot.view(ranks, k)[group_rank(group)]
         local = torch.where(mine >= 0, rows[mine.clamp(min=0)] % rows_per_rank, 0)
         self.exact = bool((mine >= 0).all()) and local.unique().numel() == local.numel()
         self.local = _to_device(local, device)
         own_padding = (mine < 0).unsqueeze(1)
         self._own_padding = _to_device(own_padding, device) if own_padding.any() else None
-        row_of_slot = row_of_slot.flatten()
         padding, row_of_slot = row_of_slot < 0, row_of_slot.clamp(min=0)
-        slot_of_row = torch.empty_like(rows).index_copy_(0, order, (~padding).nonzero().squeeze(1))
         token_of_slot = rows[row_of_slot] if tokens else row_of_slot
         # [ranks * k], [ranks * k], [m], [m]; None: nothing is padded, or all is in order.
         self._padding = _to_device(padding, device) if padding.any() else None
