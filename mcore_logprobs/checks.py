@@ -217,7 +217,6 @@ check_optional_pairs = Check(
 check_logits_dtype = Check(
     "torch.float32, torch.bfloat16 or torch.float16", lambda v: v in _LOGITS_DTYPES, torch.dtype
 )
-check_floating = Check("a floating torch.dtype", lambda v: v.is_floating_point, torch.dtype)
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
@@ -228,7 +227,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 # ---- tensors -----------------------------------------------------------------------------------
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 def check_values(fits: Tensor, on_device: str, error: Callable[[], ValueError]) -> None:
@@ -299,7 +298,7 @@ def check_target(
     target = unwrap_rows(target, name)
     if not isinstance(target, Tensor):
         raise ValueError(f"{name}: expected a torch.Tensor, got {type(target).__name__}")
-    if target.dtype not in _INTS:
+    if target.dtype not in INTEGERS:
         raise ValueError(f"{name}: expected an integer dtype, got {target.dtype}")
     check_shape(name, target, shape, device)
     return target.long()
@@ -365,7 +364,7 @@ def check_seed(seed: int | Tensor, lead: torch.Size, device: torch.device) -> Te
             raise ValueError(f"seed: expected an int of 64 bits, got {seed}")
         return torch.full((), seed, dtype=torch.int64, device=device).expand(lead)
     seed = unwrap_rows(seed, "seed")
-    if seed.dtype not in _INTS:
+    if seed.dtype not in INTEGERS:
         raise ValueError(f"seed: expected an integer dtype, got {seed.dtype}")
     check_broadcasts("seed", seed, lead, device)
     return seed.long().expand(lead)
@@ -395,7 +394,7 @@ def check_temperature(
         return temperature
     if temperature.requires_grad:
         raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
-    if temperature.dtype not in (*_FLOATS, *_INTS):
+    if temperature.dtype not in (*_FLOATS, *INTEGERS):
         raise ValueError(f"{name}: expected real numbers, got {temperature.dtype}")
     if temperature.dim() == 0 and temperature.device.type == "cpu":
         check_scale(name, float(temperature))

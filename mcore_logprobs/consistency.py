@@ -231,7 +231,9 @@ class _Posted:
             elif not isinstance(value, Tensor) or value.is_meta or is_traced(value):
                 continue  # without values
             elif value.is_floating_point():
-                if "hidden" in name and not in_parts and value.numel():
+                if "hidden" in name and in_parts:
+                    self.tensors[name] = f"{tuple(value.shape)} {value.dtype}"
+                elif "hidden" in name and value.numel():
                     self.hidden[name] = _some_values(value.detach())
             elif not any(part in name for part in _SHARDED) or "topk" in name:
                 self.tensors[name] = _value(name, value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_logprobs.checks import check_count
+from mcore_logprobs.checks import INTEGERS, check_count
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ class PrefixTree:
                 raise ValueError(
                     f"branches[{number}]: expected integer ids, [length], got {branch!r}"
                 ) from error
-            no_ids = ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool
-            if ids.dim() != 1 or ids.numel() == 0 or no_ids:
+            if ids.dim() != 1 or ids.numel() == 0 or ids.dtype not in INTEGERS:
                 raise ValueError(
                     f"branches[{number}]: expected at least one id, [length], got shape "
                     f"{tuple(ids.shape)} of {ids.dtype}"
@@ -102,8 +101,8 @@ class PrefixTree:
             ValueError: other shapes or dtypes, no token, parents out of range or in a circle.
         """
         for name, x in (("tokens", tokens), ("parents", parents)):
-            if not isinstance(x, Tensor) or x.dim() != 1 or x.is_floating_point():
-                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in INTEGERS:
+                got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{name}: expected a tensor of integers [n], got {got}")
         count = tokens.numel()
         if count == 0 or parents.shape != tokens.shape:

@@ -180,6 +180,18 @@ def test_forgotten_sequence_parallelism_raises_on_every_rank(ranks, operation):
     assert ranks(3).run(parts_of_a_sequence, operation, True, timeout=60) == [""] * 3
 
 
+def uneven_parts_of_a_sequence() -> str:
+    consistency._agreed.clear()
+    with _NoCollective():
+        hidden = torch.randn(ROWS + dist.get_rank(), HIDDEN)
+        return message("linear_topk", 12, hidden=hidden, sequence_parallel=True)
+
+
+def test_uneven_parts_of_a_sequence_raise_on_every_rank(ranks):
+    for found in ranks(2).run(uneven_parts_of_a_sequence, timeout=60):
+        assert found.startswith("hidden: expected the same on every rank of the TP group, got (4, ")
+
+
 def first_calls(operation: str, per_rank: dict[str, list[Any]], value: str = "") -> str:
     consistency._agreed.clear()
     changes = {name: values[dist.get_rank()] for name, values in per_rank.items()}

@@ -205,7 +205,7 @@ REFUSED: list[tuple[str, int, str, tuple]] = [
     ("aggregation", 1, "length", (3,)),
     ("aggregation", 1, "micro_batches", (0,)),
     ("aggregation", 1, "count_empty", (1, True)),
-    ("aggregation", 1, "dtype", (torch.int64, "float32", torch.float16)),
+    ("aggregation", 1, "dtype", (torch.int64, "float32", torch.float16, torch.float8_e4m3fn)),
     ("cpo_loss", 2, "nll_coef", (-1.0,)),
     ("simpo_loss", 2, "gamma", (-1.0,)),
     ("simpo_loss", 2, "label_smoothing", (1.0,)),
@@ -244,6 +244,7 @@ A, B = torch.zeros(3, 3), torch.zeros(3)
             lambda: losses.truncated_importance_weights(ZERO, ZERO, cap=1.0, floor=1.5),
             r"floor: .*at most cap 1.0, got 1.5",
         ),
+        (lambda: losses.dpo_loss(1.0, *[B] * 3), r"expected a torch.Tensor beside .*, got float"),
         (
             lambda: losses.aggregation(torch.zeros(2, 2), mode="prompt"),
             r"answers: expected a number with mode='prompt', got None",

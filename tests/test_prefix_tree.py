@@ -84,6 +84,7 @@ def test_mistakes() -> None:
         ("indices in", lambda: PrefixTree.from_parents(ids, torch.tensor([-1, 3, 1]))),
         ("tokens' shape", lambda: PrefixTree.from_parents(ids, torch.tensor([-1]))),
         ("integers", lambda: PrefixTree.from_parents(ids.float(), ids)),
+        ("tokens: .* torch.bool", lambda: PrefixTree.from_parents(ids > 1, ids - 2)),
         ("per_row", lambda: PrefixTree.from_branches([[1, 2]]).branches(torch.ones(3))),
         ("per_row: .* got list", lambda: PrefixTree.from_branches([[1, 2]]).branches([1.0])),
         (

@@ -68,6 +68,8 @@ def test_every_number_arrives(ranks, world, some, to_one):
 def test_mistakes(ids, dim, message):
     with pytest.raises(ValueError, match=message):
         reshard_vocabulary(torch.randn(24, 2), ids, dim=dim)
+    with pytest.raises(ValueError, match=r"dim: expected -1 for logits"):
+        reshard_vocabulary(torch.randn(4, 3, 24), dim=0)
 
 
 def _other_dims() -> str:

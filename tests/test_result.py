@@ -288,6 +288,14 @@ def test_an_ellipsis_stands_for_the_dimensions_of_tokens() -> None:
     assert stats[..., None].topk[0].shape == (2, 6, 1, 4)
 
 
+def test_it_is_one_of_its_kind() -> None:
+    """Tensors have no truth value that a comparison of fields could give."""
+    stats = with_several()
+    assert stats == stats
+    assert stats != with_several()
+    assert stats in {stats}
+
+
 def test_fields_are_not_unpacked() -> None:
     """Two sequences would pass for log-probabilities and entropy."""
     with pytest.raises(TypeError, match="expected its fields by name"):

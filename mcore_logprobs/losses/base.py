@@ -517,7 +517,9 @@ def check_tensor(name: str, tensor: object) -> None:
         raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
 
 
-def check_shape(name: str, tensor: object, like: Tensor) -> None:
+def check_shape(name: str, tensor: object, like: object) -> None:
+    if not isinstance(like, Tensor):
+        raise ValueError(f"expected a torch.Tensor beside {name}, got {type(like).__name__}")
     if not isinstance(tensor, Tensor) or tensor.shape != like.shape:
         got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ValueError(f"{name}: expected the shape {tuple(like.shape)} of the others, got {got}")

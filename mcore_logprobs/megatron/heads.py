@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_logits_dtype
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import VocabShard, group_rank, resolve_tp_group
 from mcore_logprobs.megatron.adapters import (
@@ -21,6 +22,7 @@ from mcore_logprobs.megatron.adapters import (
 )
 from mcore_logprobs.megatron.versions import takes
 from mcore_logprobs.sources.lazy import gives_on
+from mcore_logprobs.sources.lazy_record import is_harmless
 from mcore_logprobs.sources.source import check_segments
 from mcore_logprobs.sources.vocab_bias import vocab_bias
 from mcore_logprobs.vocabulary import tokenizer_size
@@ -307,12 +309,9 @@ def _reason_against_hooks(layer: nn.Module) -> str:
         where, name = _names(hook)
         if where.startswith("torch.distributed.fsdp.") and not hasattr(hook, "__self__"):
             return "FSDP shards its weight in one group with other modules"
-        if not (where.startswith(_HARMLESS_HOOKS) or _gives_logits_on(hook)):
+        if not (is_harmless(hook) or _gives_logits_on(hook)):
             return f"a forward hook on the output layer ({name}) may read or change the logits"
     return ""
-
-
-_HARMLESS_HOOKS = ("torch.distributed.fsdp.", "megatron.core.distributed.fsdp.", "megatron_fsdp.")
 
 
 # mcore_adapter's makes the gradient contiguous, for a LoRA's backward.
@@ -353,13 +352,10 @@ def _reason_against_layer(layer: ColumnParallelLinear) -> str:
         return "its weight gradient is deferred (defer_embedding_wgrad_compute)"
     output_dtype, dtype = getattr(layer, "output_dtype", None), base_dtype(layer)
     if output_dtype not in (None, dtype) and (
-        dtype == torch.float64 or output_dtype not in _LOGITS_DTYPES
+        dtype == torch.float64 or not check_logits_dtype.accepts(output_dtype)
     ):
         return f"its logits are {output_dtype} (output_dtype), its weight {dtype}"
     return ""
-
-
-_LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _reason_against_weight(weight: Tensor | None, gathered_by_then: bool) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class ScheduledStats(TokenStats):
     """A TokenStats that a schedule node can take for a tensor.
 

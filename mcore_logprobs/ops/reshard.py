@@ -53,6 +53,10 @@ def reshard_vocabulary(
     check_float_tensor("shard", shard, min_dim=1)
     if dim not in (-1, 0):
         raise ValueError(f"dim: expected 0 or -1, got {dim!r}")
+    if dim == 0 and shard.dim() > 2:
+        raise ValueError(
+            f"dim: expected -1 for logits [..., V/TP] of {shard.dim()} dimensions, got 0"
+        )
     source, wanted_by = resolve_tp_group(source_group), resolve_tp_group(tp_group)
     if source is not None:
         others = [size for place, size in enumerate(shard.shape) if place != dim % shard.dim()]

@@ -20,7 +20,7 @@ from mcore_logprobs.groups import resolve_cp_group
 from mcore_logprobs.spelling import suggesting
 
 
-@dataclass
+@dataclass(eq=False)
 class TokenStats:
     """Statistics of each token.
 

@@ -112,7 +112,7 @@ def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object
             if not handle.requires_grad:
                 handle.make_leaf(name)
             return handle
-        if name == "register_hook" and _is_harmless(args[1]):
+        if name == "register_hook" and is_harmless(args[1]):
             return _itself(func, args, kwargs)
         if name in _MAKERS:
             like = torch.empty((), dtype=handle.dtype, device=handle.device).expand(handle.shape)
@@ -174,7 +174,8 @@ def _property(kind: str, func: Any, args: tuple[Any, ...]) -> object:
     return func(handle.materialize(name), *args[1:])
 
 
-def _is_harmless(hook: object) -> bool:
+def is_harmless(hook: object) -> bool:
+    """Whether it is FSDP's, which leaves logits and their gradient as they are."""
     hook = getattr(hook, "func", hook)  # functools.partial
     return (getattr(hook, "__module__", "") or "").startswith(_HARMLESS_HOOKS)
 
