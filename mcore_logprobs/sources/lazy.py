@@ -121,7 +121,8 @@ class LazyLogits(Tensor):
 
         Raises:
             ValueError: another tp_group than the head's; under fused="require" real logits.
-            RuntimeError: hidden states or weight have changed since.
+            RuntimeError: hidden states or weight have changed since, by a write that torch counts:
+                an optimizer that writes to `.data`, as Megatron's do, is not seen.
         """
         head = self._view.rows.head
         head_ranks, group = group_size(head.tp_group), resolve_tp_group(tp_group)

@@ -91,7 +91,10 @@ class LazyHead:
         return [(name, 0 if x.is_inference() else x._version) for name, x in watched]
 
     def check_unchanged(self) -> None:
-        """Raises: RuntimeError: an input of the model's output layer was changed since its call."""
+        """Raises:
+        RuntimeError: an input of the model's output layer was changed since its call, by a write
+            that torch counts; one to `.data` it does not.
+        """
         if not self.weight.untyped_storage().nbytes():
             raise RuntimeError(
                 "lazy logits: expected the weight of the model's call, got one whose memory FSDP "
