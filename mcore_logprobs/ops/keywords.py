@@ -110,8 +110,8 @@ DOCS = {
     "rows": "None, or int64 `[m]`: compute only these rows, flat indices into hidden's leading "
     "shape (of the whole sequence under sequence parallelism, the same on every TP rank), in any "
     "order, repeated or not. Targets, masks, per-token tensors and results are then `[m]`; other "
-    "rows cost no GEMM. No host sync if the indices are on the CPU; if they are on a GPU one, or one "
-    "more for a teacher's head.",
+    "rows cost no GEMM. No host sync if the indices are on the CPU; if they are on a GPU one, and "
+    "one more for a teacher's head.",
     "compact": "compute only rows that count (target not ignore_index, or mask True). The results "
     "are the same. Costs one host sync. Not allowed with rows.",
     "gradient_accumulation_fusion": "add the weight's gradient to `weight.main_grad` in place, as "

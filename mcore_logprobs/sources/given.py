@@ -310,12 +310,13 @@ def given_logits(
         added = vocab_bias(logit_bias, disallowed_ids, shard, device, acc_dtype(logits.dtype))
     if inplace_backward:
         _check_inplace_backward(logits)
-    order = _outermost_first(logits.stride()[:-1])
+    many = len(lead) > 1
+    order = _outermost_first(logits.stride()[:-1]) if many else tuple(range(len(lead)))
     options = GivenOptions(
         shard=shard,
         batch_shape=lead,
         order=order,
-        unjoined=_unjoined_dims(logits.permute(*order, -1)) if len(order) > 1 else 0,
+        unjoined=_unjoined_dims(logits.permute(*order, -1)) if many else 0,
         logit_scale=float(logit_scale),
         softcap=softcap,
         temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
