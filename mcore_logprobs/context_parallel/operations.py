@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_choice, check_integer
-from mcore_logprobs.collectives import all_gather_dim0, reduce_scatter_dim0
+from mcore_logprobs.collectives import GroupContext, all_gather_dim0, reduce_scatter_dim0
 from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.context_parallel.layouts import SequenceLayout, check_lengths
 from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group
@@ -174,11 +174,7 @@ def context_parallel_gather(
     return _Gather.apply(x, dim, where, group, grad)
 
 
-class _GroupContext(FunctionCtx):
-    group: ProcessGroup
-
-
-class _GatherContext(_GroupContext):
+class _GatherContext(GroupContext):
     dim: int
     grad: str
     needs_input_grad: tuple[bool, ...]
@@ -284,13 +280,13 @@ class _GatherBoundary(torch.autograd.Function):
     """[n, ...] -> [CP*n, ...]; each rank uses some of it, so the gradients add up."""
 
     @staticmethod
-    def forward(ctx: _GroupContext, boundary: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: GroupContext, boundary: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return all_gather_dim0(boundary, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
         return reduce_scatter_dim0(grads[0], ctx.group), None
 
 

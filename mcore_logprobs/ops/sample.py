@@ -96,10 +96,10 @@ class _SampleForward(Forward):
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
         source, local_sum = self._source, None
-        if self._stats is not None:
-            local_sum = by_name(self._stats.spec.fields, self._stats.local[:, rows])["sum"]
         if self._filters.off:
             return
+        if self._stats is not None:
+            local_sum = by_name(self._stats.spec.fields, self._stats.local[:, rows])["sum"]
         opts = self._filters.options(source.shard, per_row(source.processing.temperature, rows))
         valid_mask = self._valid_mask[rows]
         no_target = torch.full_like(valid_mask, -1, dtype=torch.int64)
