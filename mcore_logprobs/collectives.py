@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -41,29 +41,32 @@ _REASON = "mcore_logprobs/reason"
 
 
 def group_store(group: ProcessGroup) -> dist.Store | None:
-    """The group's key-value store, or None where torch does not tell."""
+    """The group's key-value store, or None where torch does not tell or fakes the other ranks."""
     try:
         from torch.distributed.distributed_c10d import _get_process_group_store
 
-        return _get_process_group_store(group)
+        store = _get_process_group_store(group)
+        return None if dist.get_backend(group) == "fake" else store
     except (ImportError, KeyError, ValueError):
         return None
 
 
-def leave_reason(group: ProcessGroup, reason: str) -> None:
-    """Say why this rank raises and the others do not, or "" that it has gone on.
+def leave_reason(group: ProcessGroup, reason: str, *, instead_of: str = "") -> bool:
+    """Say why this rank raises and the others do not; or "", `instead_of` its own, once it goes on.
 
-    They wait in a collective; once it fails they raise with this text (`wait_for`). What is left
-    already stays: the first rank that raises is the one that the others fail after.
+    They wait in a collective; once it fails they raise with this text (`wait_for`). What another
+    has left stays: the first rank that raises is the one that the others fail after.
+
+    Returns:
+        whether it was left.
     """
     store = group_store(group)
     if store is None:
-        return
-    with suppress(RuntimeError):  # the store was a lost rank's
-        if reason:
-            store.compare_set(_REASON, "", reason)
-        else:
-            store.set(_REASON, "")
+        return False
+    try:
+        return bool(store.compare_set(_REASON, instead_of, reason) == reason.encode())
+    except RuntimeError:  # the store was a lost rank's
+        return False
 
 
 def another_stopped(reason: str) -> ValueError:

@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import _StopRecomputationError
 
 from mcore_logprobs.checks import is_traced
 from mcore_logprobs.collectives import (
@@ -74,7 +75,8 @@ _WITHDRAWN = "withdrawn"
 # What ranks have agreed on: (operation, width).
 _agreed: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[str, int | None]]]
 _agreed = weakref.WeakKeyDictionary()
-_blamed: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # this rank has left a reason there
+# Where this rank has raised, and the reason that it has left there, if no other rank's was there.
+_blamed: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 class _Calls(threading.local):
@@ -154,16 +156,14 @@ def check_call(width: int | None, group: ProcessGroup | None, device: torch.devi
         by_all = _posted_by_all(posted, group, _patience(posted, group, device))
         _compare(by_all, _name(width))
         _agreed[group].add(key)
-        if len(by_all) > 1:
-            _gone_on(group)
-    if group in _blamed:  # the caller has gone on after the error
-        _gone_on(group)
+    # The caller has gone on after an error. What another rank has left is that rank's to take back.
+    if own := _blamed.pop(group, ""):
+        leave_reason(group, "", instead_of=own)
 
 
-def _gone_on(group: ProcessGroup) -> None:
-    """A reason that was left is none any more."""
-    _blamed.discard(group)
-    leave_reason(group, "")
+def _blame(reason: str, group: ProcessGroup) -> None:
+    own = _blamed.get(group, "")
+    _blamed[group] = reason if leave_reason(group, reason) else own
 
 
 def _patience(posted: _Posted, group: ProcessGroup, device: torch.device) -> float:
@@ -182,10 +182,11 @@ def _leave(error: Exception, call: comparing) -> None:
     # After the comparison a RuntimeError may be that another rank is lost: no reason of this one.
     if group is None or (isinstance(error, RuntimeError) and not refused):
         return
+    if isinstance(error, _StopRecomputationError):  # a checkpoint has all that it needs
+        return
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     reason = f"{call.operation} on rank {group_rank(group)}: {kind}{error}"
-    leave_reason(group, reason)
-    _blamed.add(group)
+    _blame(reason, group)
     if call.group is not None:
         agreed = _agreed.pop(group, set())  # the next call is compared
         if refused and (call.operation, None) not in agreed and os.environ.get(VARIABLE) != "1":
@@ -279,8 +280,7 @@ def _posted_by_all(own_post: _Posted, group: ProcessGroup, patience: float) -> l
                 return [own_post]
             store.set(keys[rank], _WITHDRAWN)
             error = _no_answer(own_post, rank, patience)
-            leave_reason(group, str(error))
-            _blamed.add(group)
+            _blame(str(error), group)
             raise error
         time.sleep(pause)
         pause = min(2.0 * pause, 0.02)

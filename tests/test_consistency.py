@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import time
 from collections.abc import Callable
@@ -13,10 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import mcore_logprobs as ml
-from mcore_logprobs import collectives, consistency
+from mcore_logprobs import collectives, consistency, losses
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.ops.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
 
@@ -136,9 +139,80 @@ def test_local_errors_that_follow_from_the_width_come_after_it(ranks):
         assert "12 on rank 0, 13 on rank 1" in found
 
 
+def raises_while_another_still_compares(late: int) -> str:
+    """A first call on which ranks agree; then one raises before the late rank has gone on."""
+    consistency._agreed.clear()
+    compare = consistency._compare
+
+    def compare_late(*posted: Any) -> None:
+        compare(*posted)
+        time.sleep(1.0)
+
+    is_late = dist.get_rank() == late
+    with mock.patch.object(consistency, "_compare", compare_late if is_late else compare):
+        try:
+            with consistency.comparing("an operation", dict):
+                consistency.check_call(12, dist.group.WORLD, torch.device("cpu"))
+                if not is_late:
+                    raise ValueError("its own")
+        except ValueError:
+            pass
+    dist.barrier()
+    left = collectives._reason_left(dist.group.WORLD)
+    dist.barrier()
+    assert message("logprobs", 12) == ""
+    dist.barrier()
+    assert collectives._reason_left(dist.group.WORLD) == ""
+    return left
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_agrees_late_leaves_the_reason_of_one_that_raised_since(ranks, late):
+    reason = f"an operation on rank {1 - late}: its own"
+    assert ranks(2).run(raises_while_another_still_compares, late) == [reason] * 2
+
+
+def recomputes() -> tuple[str, int]:
+    """What a checkpoint leaves, and the store's uses, where it stops recomputing within a call."""
+    group = dist.group.WORLD
+    x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+    mask, loss = torch.ones(3, 8), losses.M2POLoss()
+
+    def forward(x: Tensor) -> Tensor:
+        logprobs = ml.vocab_parallel_logprobs(x, torch.zeros(3, dtype=torch.int64), tp_group=group)
+        return logprobs.sum() + (2.0 * x).sum()
+
+    def second_pass(x: Tensor) -> Tensor:
+        total = x.square().sum()
+        loss.second_pass(x, x.detach(), x.detach(), mask, group=group)
+        return total
+
+    for function in (forward, second_pass):
+        checkpoint(function, x, use_reentrant=False).backward()
+    with mock.patch.object(collectives, "group_store", wraps=collectives.group_store) as asked:
+        for function in (forward, second_pass):
+            checkpoint(function, x, use_reentrant=False).backward()
+    return collectives._reason_left(group), asked.call_count
+
+
+def test_a_checkpoint_that_stops_within_an_operation_is_no_error(ranks):
+    assert ranks(2).run(recomputes) == [("", 0)] * 2
+
+
+def of_a_fake_backend() -> tuple[bool, str]:
+    """Its other ranks do not exist, and its store may know no functions."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    group = dist.new_group(backend="fake")
+    return collectives.group_store(group) is None, message("logprobs", 12, tp_group=group)
+
+
+def test_with_a_fake_backend_nothing_is_compared(ranks):
+    assert ranks(2).run(of_a_fake_backend, timeout=20) == [(True, "")] * 2
+
+
 def no_cost() -> tuple[list[str], int]:
     consistency._agreed.clear()
-    told = mock.patch.object(consistency, "leave_reason", wraps=consistency.leave_reason)
+    told = mock.patch.object(consistency, "group_store", wraps=consistency.group_store)
     with CollectivesMade() as made, told as written:
         for _ in range(3):
             call("logprobs", 17)
@@ -146,7 +220,7 @@ def no_cost() -> tuple[list[str], int]:
 
 
 def test_even_shards_cost_no_collective(ranks):
-    """And the store is written to for a new width alone."""
+    """And the store is asked for a new width only."""
     assert ranks(2).run(no_cost) == [(["all_gather"] * 3, 1)] * 2
 
 
