@@ -112,13 +112,15 @@ def _patched(
         for why in reasons_of(model, reason):
             if why:
                 raise ValueError(f"fused='require', but {why}")
-    new = [head for head, is_new in heads if is_new]
+    changed = []
     try:
-        for head in new:
-            head.lend(settings) if head.installed else head.install()
-            say_padding(head.model, settings)
+        for head, is_new in heads:
+            if is_new:
+                changed.append(head)
+                head.lend(settings) if head.installed else head.install()
+                say_padding(head.model, settings)
     except BaseException:
-        for head in new:
+        for head in changed:  # not of a later one, whose automatic patch is still on
             head.remove()
         raise
     return PatchHandle(model, heads, settings)

@@ -131,18 +131,20 @@ def a_refused_patch() -> None:
                     ours.patch_model(model, ours.LogprobConfig(**refused))
                 assert patch.config.logits == "lazy"
                 assert isinstance(model(**inputs), LazyLogits)
-            # Nor does one that is refused on another stage, or that fails on a later chunk.
+            # Nor does one that is refused on another stage, or that fails on another chunk.
             with pytest.MonkeyPatch.context() as fails:
                 fails.setattr(patch_module, "_of_all_stages", lambda model, reason: ["elsewhere"])
                 with pytest.raises(ValueError, match="but elsewhere"):
                     ours.patch_model(model, ours.LogprobConfig(fused="require"))
             assert isinstance(model(**inputs), LazyLogits)
             second = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
-            with pytest.MonkeyPatch.context() as fails:
-                fails.setattr(HeadPatch, "install", _fail)
-                with pytest.raises(RuntimeError, match="no room"):
-                    ours.patch_model([model, second], ours.LogprobConfig(entropy=True))
-            assert isinstance(model(**inputs), LazyLogits)
+            for chunks in ([model, second], [second, model]):
+                with pytest.MonkeyPatch.context() as fails:
+                    fails.setattr(HeadPatch, "install", _fail)
+                    with pytest.raises(RuntimeError, match="no room"):
+                        ours.patch_model(chunks, ours.LogprobConfig(entropy=True))
+                assert patch_of(model) is patch
+                assert isinstance(model(**inputs), LazyLogits)
             with ours.patch_model(model, ours.LogprobConfig(entropy=True)) as handle:
                 assert handle.active
         finally:
