@@ -51,8 +51,8 @@ def group_store(group: ProcessGroup) -> dist.Store | None:
         return None
 
 
-def leave_reason(group: ProcessGroup, reason: str, *, instead_of: str = "") -> bool:
-    """Say why this rank raises and the others do not; or "", `instead_of` its own, once it goes on.
+def leave_reason(group: ProcessGroup, reason: str) -> bool:
+    """Say why this rank raises and the others do not.
 
     They wait in a collective; once it fails they raise with this text (`wait_for`). What another
     has left stays: the first rank that raises is the one that the others fail after.
@@ -60,11 +60,21 @@ def leave_reason(group: ProcessGroup, reason: str, *, instead_of: str = "") -> b
     Returns:
         whether it was left.
     """
+    return _replace_reason(group, "", reason)
+
+
+def take_back_reason(group: ProcessGroup, reason: str | None = None) -> None:
+    """Remove the reason that this rank has left, as it has gone on; None: whatever is there."""
+    if there := _reason_left(group) if reason is None else reason:
+        _replace_reason(group, there, "")
+
+
+def _replace_reason(group: ProcessGroup, old: str, new: str) -> bool:
     store = group_store(group)
     if store is None:
         return False
     try:
-        return bool(store.compare_set(_REASON, instead_of, reason) == reason.encode())
+        return bool(store.compare_set(_REASON, old, new) == new.encode())
     except RuntimeError:  # the store was a lost rank's
         return False
 

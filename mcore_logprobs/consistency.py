@@ -51,6 +51,7 @@ from mcore_logprobs.collectives import (
     another_stopped,
     group_store,
     leave_reason,
+    take_back_reason,
 )
 from mcore_logprobs.groups import group_rank, group_size
 
@@ -149,16 +150,18 @@ def check_call(width: int | None, group: ProcessGroup | None, device: torch.devi
             described["columns"] = str(width)
         described |= _described("", call.arguments())
         _compare_arguments(described, _name(width), group, device)
-    elif (key := (call.operation, width)) not in _agreed.setdefault(group, set()):
+    elif (key := (call.operation, width)) not in _agreed.get(group, ()):
+        if group not in _agreed and group not in _blamed:
+            take_back_reason(group)  # of an earlier group, whose store this is too
         posted = _Posted(width, call.operation)
         if level != "0" and not _captured(device):
             posted.add(call.arguments())
         by_all = _posted_by_all(posted, group, _patience(posted, group, device))
         _compare(by_all, _name(width))
-        _agreed[group].add(key)
+        _agreed.setdefault(group, set()).add(key)
     # The caller has gone on after an error. What another rank has left is that rank's to take back.
     if own := _blamed.pop(group, ""):
-        leave_reason(group, "", instead_of=own)
+        take_back_reason(group, own)
 
 
 def _blame(reason: str, group: ProcessGroup) -> None:

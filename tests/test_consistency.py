@@ -172,6 +172,21 @@ def test_a_rank_that_agrees_late_leaves_the_reason_of_one_that_raised_since(rank
     assert ranks(2).run(raises_while_another_still_compares, late) == [reason] * 2
 
 
+def after_a_reason_of_an_earlier_group() -> str:
+    """Its store is the new group's too, where a launcher keeps one; no rank knows of the reason."""
+    consistency._agreed.clear()
+    if dist.get_rank() == 0:
+        collectives.leave_reason(dist.group.WORLD, "of an earlier group")
+    dist.barrier()
+    assert message("logprobs", 12) == ""
+    dist.barrier()
+    return collectives._reason_left(dist.group.WORLD)
+
+
+def test_a_reason_of_an_earlier_group_is_forgotten(ranks):
+    assert ranks(2).run(after_a_reason_of_an_earlier_group) == ["", ""]
+
+
 def recomputes() -> tuple[str, int]:
     """What a checkpoint leaves, and the store's uses, where it stops recomputing within a call."""
     group = dist.group.WORLD
