@@ -30,11 +30,14 @@ def _megatron_cross_entropies(target: Tensor) -> Peers:
         _started.append(parallel_state.destroy_model_parallel)
     group = parallel_state.get_tensor_model_parallel_group()
     column = target.unsqueeze(1)  # Megatron's layout is [s, b]
+
+    def own(z: Tensor) -> Tensor:
+        """Logits that Megatron may overwrite: its `float()` copies all but float32 ones."""
+        return (z.clone() if z.dtype == torch.float32 else z).unsqueeze(1)
+
     return {
-        "megatron": lambda z: vocab_parallel_cross_entropy(z.unsqueeze(1), column),
-        "megatron fused": lambda z: fused_vocab_parallel_cross_entropy(
-            z.unsqueeze(1), column, group
-        ),
+        "megatron": lambda z: vocab_parallel_cross_entropy(own(z), column),
+        "megatron fused": lambda z: fused_vocab_parallel_cross_entropy(own(z), column, group),
     }
 
 

@@ -169,6 +169,18 @@ def test_our_own_failure_ends_the_run_and_a_peers_is_noted() -> None:
         measure(Workload("t", {}, [Contender("ours", fail, [x])]), rounds=1, warmup=1)
 
 
+def test_no_contender_changes_what_the_others_get() -> None:
+    shape = Shape(6, 64, 8, torch.float32, torch.device("cpu"), None)
+    for case in (logits_case, linear_case):
+        load = case(shape)
+        before = [x.detach().clone() for x in load.contenders[-1].inputs]
+        for contender in load.contenders:
+            runner.run_backward(contender, contender.forward(*contender.inputs))
+            for x, y in zip(load.contenders[-1].inputs, before, strict=True):
+                assert torch.equal(x, y), contender.name
+    stop_megatron()
+
+
 def test_what_is_sent_follows_the_formulas() -> None:
     rows, vocab, hidden = 6, 64, 8
     # Collectives, and bytes that a rank puts in: k float32 statistics a row, and dHidden.
