@@ -271,14 +271,18 @@ def installed(path: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
     roots = _roots(path)
     by_framework = {}
     for name, framework in FRAMEWORKS.items():
-        texts = _texts(framework, roots)
-        if texts:
-            by_framework[name] = {
-                "version": _version(framework, roots),
-                "compared": framework.compared,
+        if not any(_paths(framework, roots).values()):
+            continue
+        try:
+            texts = _texts(framework, roots)
+            found = {
                 "replaces": replaced(framework, texts),
                 "problems": list(_problems(framework, texts, roots)),
             }
+        except ValueError as error:  # `switch_on` raises it; a report goes on
+            found = {"replaces": {}, "problems": [str(error)]}
+        version = _version(framework, roots)
+        by_framework[name] = {"version": version, "compared": framework.compared, **found}
     return by_framework
 
 
@@ -325,10 +329,7 @@ def check_fits(
     Raises:
         ValueError: the first whose calls the drop-in does not take.
     """
-    try:
-        theirs = signatures(source, names)
-    except SyntaxError as error:
-        raise ValueError(f"{module}: expected a file that this Python parses: {error}") from error
+    theirs = _signatures(module, source, names)
     for name, text in theirs.items():
         if why := signature_mismatch(carried(framework.module, name), text):
             raise ValueError(
@@ -338,13 +339,22 @@ def check_fits(
     return theirs
 
 
+def _signatures(module: str, source: str, names: Iterable[str]) -> dict[str, str]:
+    """`signatures` of a framework's module; a ValueError where its file does not parse."""
+    try:
+        return signatures(source, names)
+    except SyntaxError as error:
+        raise ValueError(f"{module}: expected a file that this Python parses: {error}") from error
+
+
 def replaced(framework: Framework, texts: dict[str, str]) -> dict[str, list[str]]:
     """The names that the switch replaces in each module; a class's methods as its `methods_of`."""
     carried_names = [name for name in framework.names() if name not in framework.left_alone]
     by_module = {}
     for file, text in texts.items():
-        names = {framework.replaced_as(name) for name in signatures(text, carried_names)}
-        by_module[framework.module_name(file)] = sorted(names)
+        module = framework.module_name(file)
+        theirs = _signatures(module, text, carried_names)
+        by_module[module] = sorted({framework.replaced_as(name) for name in theirs})
     return by_module
 
 
@@ -352,14 +362,24 @@ def _roots(path: Iterable[str] | None = None) -> list[Path]:
     return [Path(p or ".") for p in (sys.path if path is None else path)]
 
 
-def _texts(framework: Framework, roots: list[Path]) -> dict[str, str]:
-    """The source of those of its files that are there."""
-    texts = {}
+def _paths(framework: Framework, roots: list[Path]) -> dict[str, Path | None]:
+    """Where each of its files is."""
+    paths = {}
     for file in framework.files:
         at = (root / framework.installed_path(file) for root in roots)
-        path = next((p for p in at if p.is_file()), None)
+        paths[file] = next((p for p in at if p.is_file()), None)
+    return paths
+
+
+def _texts(framework: Framework, roots: list[Path]) -> dict[str, str]:
+    """The source of those of its files that are there; a ValueError for one that is not text."""
+    texts = {}
+    for file, path in _paths(framework, roots).items():
         if path is not None:
-            texts[file] = path.read_text(encoding="utf-8")
+            try:
+                texts[file] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: expected a text in UTF-8: {error}") from error
     return texts
 
 

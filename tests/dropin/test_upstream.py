@@ -164,6 +164,25 @@ def test_installed_frameworks_are_reported(tmp_path: Path) -> None:
     assert "packed_context_parallel.py is not there" in report
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"def gather_logprobs(logits:\n", "expected a file that this Python parses"),
+        (b"\xff", "expected a text in UTF-8"),
+    ],
+)
+def test_a_file_that_does_not_parse_is_a_problem_of_its_framework(
+    tmp_path: Path, content: bytes, why: str
+) -> None:
+    broken = tmp_path / "areal/utils/functional/vocab_parallel.py"
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(content)
+    found = installed.installed([str(tmp_path), str(source_root("verl"))])
+    assert found["verl"]["problems"] == []
+    (problem,) = found["areal"]["problems"]
+    assert why in problem
+
+
 def test_doctor_reports_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.report()["frameworks"] == {}
     monkeypatch.syspath_prepend(str(source_root("areal")))
