@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -331,6 +332,23 @@ def _wrong_weights() -> None:
 def test_self_check_catches_a_conversion_mistake(ranks: Ranks) -> None:
     errors = ranks(2).run_expecting_errors(_wrong_weights, timeout=280)
     assert all("self-check failed" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 1.0])
+@pytest.mark.parametrize("place", [0, 1])
+def test_self_check_holds_both_comparisons_to_the_bound(wrong: float, place: int) -> None:
+    measured = [1e-6, 1e-6]
+    measured[place] = wrong
+    trainer = mock.MagicMock()
+    trainer.config.selfcheck = 1e-3
+    apart = {"logprobs": measured[1], "entropy": 0.0, "target_rank": 0.0}
+    with (
+        mock.patch.object(checks, "on_main"),
+        mock.patch.object(checks, "check_against_transformers", return_value=measured[0]),
+        mock.patch.object(checks, "check_against_single_process", return_value=apart),
+        pytest.raises(SetupError, match=re.escape(f"differ by {wrong:.3e} from")),
+    ):
+        checks.self_check(trainer)
 
 
 def without_filter(wanted: bool = True) -> AbstractContextManager[Any]:
