@@ -310,8 +310,16 @@ def vocab_parallel_entropy_weighted_sum(
     chunk_size: int | None = None,
     chunk_memory_mb: int = 512,
 ) -> Tensor:
-    """The scalar sum of entropy times weights `[...]`; chunks as in `vocab_parallel_entropy`."""
-    return (vocab_parallel_entropy(vocab_parallel_logits, chunk_size) * weights).sum()
+    """The scalar sum of entropy times weights `[...]`; chunks as in `vocab_parallel_entropy`.
+
+    Tokens of weight 0 have no part in it, whatever their logits hold.
+    """
+    return _weighted_sum(vocab_parallel_entropy(vocab_parallel_logits, chunk_size), weights)
+
+
+def _weighted_sum(entropy: Tensor, weights: Tensor) -> Tensor:
+    # Attention may give NaN at padding, and NaN times 0 is NaN.
+    return (entropy.where(weights != 0, 0.0) * weights).sum()
 
 
 def _fused_vocab_parallel_entropy_from_hidden(
@@ -356,7 +364,7 @@ def _mean_entropy(
     weights = ours.context_parallel_shard(
         packed, cp_group=cp, seq_dim=0, cu_seqlens=cu_seqlens_padded
     )
-    term = (entropy * weights).sum() / packed.sum().clamp(min=1.0)
+    term = _weighted_sum(entropy, weights) / packed.sum().clamp(min=1.0)
     everyone = ours.context_parallel_gather(
         term.detach().reshape(1), cp_group=cp, seq_dim=0, layout="contiguous"
     )

@@ -229,6 +229,11 @@ class Layout:
             raise ValueError(f"logits: expected [1, T, V/TP], got {tuple(logits.shape)}")
         rows = logits.shape[0] * logits.shape[1]
         self._samples = list(zip(totals, responses, max_seq_lens or totals, strict=True))
+        for total, response, _ in self._samples:
+            if response and not 0 < response < total:  # no logits are before the first token
+                raise ValueError(
+                    f"response_lengths: expected less than the total length {total}, got {response}"
+                )
         self._cp = _cp()
         cp = self._cp.size
         self._contiguous = cp > 1 and bool(setting(args, "allgather_cp", False))
@@ -259,10 +264,14 @@ class Layout:
 
     def next_tokens(self, tokens: Sequence[Tensor], device: torch.device) -> Tensor:
         """`[T]`: the token after each row of a response, IGNORED elsewhere."""
-        parts = [
-            sample[total - response : total]
-            for sample, (total, response, _) in zip(tokens, self._samples, strict=True)
-        ]
+        parts = []
+        for sample, (total, response, _) in zip(tokens, self._samples, strict=True):
+            if len(sample) < total:  # every later response would get another's tokens
+                raise ValueError(
+                    f"unconcat_tokens: expected {total} tokens, a sample's total length, got "
+                    f"{len(sample)}"
+                )
+            parts.append(sample[total - response : total])
         targets = torch.full(self._token.shape, IGNORED, device=device)
         if parts:
             own_tokens = torch.cat(parts).to(device)[self._token[self._rows].to(device)]

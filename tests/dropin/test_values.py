@@ -169,6 +169,25 @@ def test_slime_functions_by_themselves() -> None:
     assert none is None
 
 
+@pytest.mark.parametrize(
+    ("tokens", "response", "said"),
+    [
+        (5, 5, "response_lengths: expected less than the total length 5, got 5"),
+        (5, -1, "response_lengths: expected less than the total length 5, got -1"),
+        (4, 2, "unconcat_tokens: expected 5 tokens, a sample's total length, got 4"),
+    ],
+)
+def test_slime_lengths_that_do_not_fit(tokens: int, response: int, said: str) -> None:
+    with megatron(), pytest.raises(ValueError, match=said):
+        slime.get_log_probs_and_entropy(
+            normal(1, 9, VOCAB),
+            args=ARGS,
+            unconcat_tokens=[torch.arange(tokens), torch.arange(4)],
+            total_lengths=[5, 4],
+            response_lengths=[response, 2],
+        )
+
+
 def run_labels(logits: Tensor, labels: Tensor) -> Tensor:
     with megatron(tp=2) as state:
         _, mine = place(state)
@@ -279,6 +298,22 @@ def run_packed(tp: int, cp: int, d: dict[str, Tensor]) -> dict[str, Any]:
         whole.sum().backward()
         assert torch.equal(leaf.grad, torch.full_like(leaf, cp))
         return {"found": found, "grads": grads}
+
+
+def test_skyrl_s_mean_entropy_leaves_padding_out() -> None:
+    logits = normal(1, 6, VOCAB).requires_grad_()
+    bounds, mask = torch.tensor([0, 4, 6]), torch.tensor([[0, 1, 1, 1, 0], [0, 0, 0, 1, 1]])
+    padding = torch.arange(6)[None, :, None] == 3
+    found = []
+    for fill in (0.0, torch.nan):
+        leaf = logits.detach().masked_fill(padding, fill).requires_grad_()
+        mean, term = skyrl.vocab_parallel_entropy_packed_sequences(
+            leaf, bounds, 5, 2, mask, torch.ones(2, 2), None
+        )
+        term.backward()
+        found.append((mean, leaf.grad))
+    assert torch.equal(*(mean for mean, _ in found))
+    assert torch.equal(*(grad for _, grad in found))
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (2, 2)])
