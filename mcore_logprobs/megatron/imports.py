@@ -20,8 +20,16 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> Callable[[], N
     are bound. Nothing is imported here.
 
     Returns: a function that takes a pending call back.
+
+    Raises:
+        ValueError: the module is running now, and what it is going to define is not known yet.
     """
     if name in sys.modules:
+        if getattr(getattr(sys.modules[name], "__spec__", None), "_initializing", False):
+            raise ValueError(
+                f"{name}: expected a module whose import has ended or not begun, got one whose "
+                "import has led here; do this before that import or after it"
+            )
         act(sys.modules[name])
         return lambda: None
     for waiting in sys.meta_path:

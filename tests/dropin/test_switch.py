@@ -196,6 +196,24 @@ def test_two_frameworks_that_share_a_function(tmp_path: Path) -> None:
     fresh(script, tmp_path)
 
 
+def test_a_file_whose_import_switches_on_is_named(tmp_path: Path) -> None:
+    root = written("areal", tmp_path)
+    file = root / FRAMEWORKS["areal"].files[0]
+    file.write_text("import plugin\n" + file.read_text())
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("from mcore_logprobs.dropin.switch import switch_on\nswitch_on('areal')\n")
+    script = """
+    try:
+        import areal.utils.functional.vocab_parallel
+    except ValueError as error:
+        print(error)
+    from mcore_logprobs.dropin.switch import switch_on
+    switch_on("areal")  # nothing is half on
+    """
+    said = "areal.utils.functional.vocab_parallel: expected a module whose import has ended or not"
+    assert said in fresh(script, root)
+
+
 def test_a_mistake_in_the_environment_is_said_at_every_import(tmp_path: Path) -> None:
     root = written("areal", tmp_path)
     at_start = Path(switch.__file__).with_name("at_start") / "sitecustomize.py"
