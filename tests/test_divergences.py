@@ -210,6 +210,29 @@ def test_large_logits_lose_no_digits(kind: str) -> None:
     check(value, leaf.grad, student, teacher, upstream, kind)
 
 
+@pytest.mark.parametrize("kind", ["jsd", "skewed_forward", "skewed_reverse"])
+@pytest.mark.parametrize("beta", [1e-5, 1 - 1e-5])
+def test_the_most_lopsided_mixtures_that_are_taken(kind: str, beta: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (8 * torch.randn(3, 300, generator=generator) for _ in range(2))
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        leaf = student.to(dtype).requires_grad_()
+        other = teacher.to(dtype)
+        value = vocab_parallel_kl_div(leaf, other, kind=kind, beta=beta)
+        value.sum().backward()
+        found.append((value.detach().double(), leaf.grad.double()))
+    for exact, got in zip(*found, strict=True):
+        assert (got - exact).abs().max() < 2e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize("beta", [1e-8, 1 - 1e-8, 9e-6, float("nan")])
+def test_a_mixture_of_one_side_alone_is_refused(beta: float) -> None:
+    logits = torch.zeros(2, 4)
+    with pytest.raises(ValueError, match=r"beta: expected a number in \(0, 1\), 1e-05 from either"):
+        vocab_parallel_kl_div(logits, logits, kind="jsd", beta=beta)
+
+
 def test_the_two_sides_may_differ_in_dtype() -> None:
     student, teacher, upstream = sample((4, 6), 20, torch.float32)
     mixed = vocab_parallel_kl_div(student.bfloat16(), teacher.double())

@@ -155,14 +155,21 @@ def kl_div(
     return apply(Divergence(PairSpec(kind, float(beta))), beside(student, teacher), mask)[0]
 
 
+# How near beta may be to 0 and 1. The mixture's smaller share is known to 6e-8 in float32: at 1e-8
+# a divergence would be infinite and its gradient anything.
+_LEAST_SHARE = 1e-5
+
+
 def check_kind(kind: str, beta: float) -> None:
-    """One of KL_KINDS and a beta in (0, 1), or a ValueError."""
+    """One of KL_KINDS and a beta between 0 and 1, not too near either, or a ValueError."""
     if kind not in KL_KINDS:
         raise ValueError(f"kind: expected one of {KL_KINDS}, got {kind!r}")
-    if isinstance(beta, bool) or not isinstance(beta, numbers.Real) or not 0.0 < beta < 1.0:
+    is_number = isinstance(beta, numbers.Real) and not isinstance(beta, bool)
+    if not (is_number and _LEAST_SHARE <= beta <= 1.0 - _LEAST_SHARE):
         raise ValueError(
-            f"beta: expected a number in (0, 1), got {beta!r} (towards 0 the divergence tends to "
-            "kind='forward', towards 1 to 'reverse', both scaled)"
+            f"beta: expected a number in (0, 1), {_LEAST_SHARE:g} from either end at least, got "
+            f"{beta!r} (towards 0 the divergence tends to kind='forward', towards 1 to 'reverse', "
+            "both scaled)"
         )
 
 
@@ -194,7 +201,7 @@ def vocab_parallel_kl_div(
             modified. Returns float32 `[...]` (float64 where either is), the same on every TP rank.
 
     Args:
-        kind, beta: see above; beta in (0, 1).
+        kind, beta: see above; beta from 1e-5 to 1 - 1e-5.
         mask: bool `[...]`; False rows give 0 and a gradient of exactly 0, also if they have NaN.
         teacher_temperature, teacher_softcap: of the teacher's logits; None: the same temperature,
             and no softcap. No factor of temperature**2 is applied.
