@@ -70,7 +70,7 @@ _SAMPLED = 6
 _CLOSE = 0.1
 # How long a rank waits for the others in the store, in seconds. The ranks of a TP group go
 # through a model layer by layer together: on a CPU none is late by much; elsewhere as long as NCCL
-# lets a collective take. A rank that goes on if there is no answer waits as long as on a CPU.
+# lets a collective take. Over a CP or data-parallel group it waits as long as on a CPU.
 _PATIENCE = {"cpu": 30.0, "other": 600.0}
 _WITHDRAWN = "withdrawn"
 # What ranks have agreed on: (operation, width).
@@ -156,7 +156,7 @@ def check_call(width: int | None, group: ProcessGroup | None, device: torch.devi
         posted = _Posted(width, call.operation)
         if level != "0" and not _captured(device):
             posted.add(call.arguments())
-        by_all = _posted_by_all(posted, group, _patience(posted, group, device))
+        by_all = _posted_by_all(posted, group, _patience(posted, device))
         _compare(by_all, _name(width))
         _agreed.setdefault(group, set()).add(key)
     # The caller has gone on after an error. What another rank has left is that rank's to take back.
@@ -169,9 +169,8 @@ def _blame(reason: str, group: ProcessGroup) -> None:
     _blamed[group] = reason if leave_reason(group, reason) else own
 
 
-def _patience(posted: _Posted, group: ProcessGroup, device: torch.device) -> float:
-    goes_on = posted.width is None and group not in _blamed
-    return _PATIENCE["cpu" if goes_on or device.type == "cpu" else "other"]
+def _patience(posted: _Posted, device: torch.device) -> float:
+    return _PATIENCE["cpu" if posted.width is None or device.type == "cpu" else "other"]
 
 
 def _name(width: int | None) -> str:

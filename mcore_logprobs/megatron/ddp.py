@@ -14,7 +14,7 @@ _DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
 def waits_for_parameters(hook: Callable[..., object]) -> bool:
-    """Whether a forward pre-hook is DDP's, which looks at nothing but its module's parameters."""
+    """Whether a forward pre-hook is DDP's, which reads only its module's parameters."""
     return getattr(hook, "__module__", "") == _DDP
 
 

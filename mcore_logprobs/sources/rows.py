@@ -43,7 +43,7 @@ class RowSelection:
     Attributes:
         rows: `[m]`, as named, on the host.
         local: `[k]` int64, this rank's rows of the hidden states, slot by slot; 0 for padding.
-        exact: whether each of them stands there once, so that gradients can be copied.
+        exact: whether each of them is named once, so that gradients can be copied.
 
     Args:
         rows: `[m]` int64 on the host, of the whole sequence.
