@@ -22,7 +22,7 @@ from mcore_logprobs.megatron.adapters import (
 )
 from mcore_logprobs.megatron.versions import takes
 from mcore_logprobs.sources.lazy import gives_on
-from mcore_logprobs.sources.lazy_record import is_harmless
+from mcore_logprobs.sources.lazy_dispatch import is_harmless
 from mcore_logprobs.sources.source import check_segments
 from mcore_logprobs.sources.vocab_bias import vocab_bias
 from mcore_logprobs.vocabulary import tokenizer_size

@@ -297,7 +297,7 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: object, types: object, args: object = (), kwargs: dict[str, object] | None = None
     ) -> Any:
-        from mcore_logprobs.sources.lazy_record import torch_function
+        from mcore_logprobs.sources.lazy_dispatch import torch_function
 
         return torch_function(func, args, kwargs or {})
 
@@ -305,7 +305,7 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: object, types: object, args: Any = (), kwargs: dict[str, object] | None = None
     ) -> Any:
-        from mcore_logprobs.sources.lazy_record import torch_dispatch
+        from mcore_logprobs.sources.lazy_dispatch import torch_dispatch
 
         return torch_dispatch(func, args, kwargs or {})
 
