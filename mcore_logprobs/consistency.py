@@ -43,7 +43,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import _StopRecomputationError
 
 from mcore_logprobs.checks import is_traced
 from mcore_logprobs.collectives import (
@@ -184,7 +183,7 @@ def _leave(error: Exception, call: comparing) -> None:
     # After the comparison a RuntimeError may be that another rank is lost: no reason of this one.
     if group is None or (isinstance(error, RuntimeError) and not refused):
         return
-    if isinstance(error, _StopRecomputationError):  # a checkpoint has all that it needs
+    if type(error).__name__ == "_StopRecomputationError":  # a checkpoint has all that it needs
         return
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     reason = f"{call.operation} on rank {group_rank(group)}: {kind}{error}"

@@ -153,7 +153,7 @@ class HeadPatch(DeferringHead):
 
     def check(self, config: LogprobConfig) -> str:
         """Why the head would not be fused under these settings, or "" after `check_head`."""
-        report = self._report_for(config)
+        report = self.report if config == self.config else self._report_for(config)
         if report.fusable and config.fused:
             check_head(self.layer, config)
         return report.reason

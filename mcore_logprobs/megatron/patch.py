@@ -103,10 +103,9 @@ def _patched(
                 + "; call unpatch_model first"
             )
         head = present or HeadPatch(language_model, settings)
-        is_new = present is None or lends
-        why = head.check(settings) if is_new else head.report.reason
+        why = head.check(settings)
         reason = reason or why
-        heads.append((head, is_new))
+        heads.append((head, present is None or lends))
     assert settings is not None
     if settings.fused == "require":
         for why in reasons_of(model, reason):
