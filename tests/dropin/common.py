@@ -82,3 +82,12 @@ def assert_near(got: Tensor, want: Tensor, tolerance: float = 2e-6) -> None:
     assert torch.equal(got.isfinite(), finite)
     scale = want[finite].abs().max().clamp(min=1.0) if finite.any() else 1.0
     assert ((got - want)[finite].abs() <= tolerance * scale).all(), (got - want).abs().max()
+
+
+def normal(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def place(state: Any) -> tuple[int, slice]:
+    """(CP rank, own columns)."""
+    return state.get_context_parallel_rank(), slice(*columns_of(state)[:2])
