@@ -119,6 +119,8 @@ def main(
     """
     parser = _parser(sizes, default, command, **options)
     args = parser.parse(argv)
+    if args.sweep and getattr(args, args.sweep):
+        parser.error(f"--{args.sweep}: expected to be left out with --sweep {args.sweep}")
     for flag, file, why_not in (
         ("--json", args.json, why_not_written),
         ("--plot", args.plot, why_not_drawn),
@@ -228,7 +230,8 @@ def _shapes(
                 shape = Shape(n, v, args.hidden or hidden, dtype, device, group)
                 needed = n * shape.width * dtype.itemsize / 2**30
                 if args.memory_gib and needed > args.memory_gib:
-                    print(f"left out: {n} x {v}: {needed:.1f} GiB of logits")
+                    if group is None or group.rank() == 0:
+                        print(f"left out: {n} x {v}: {needed:.1f} GiB of logits")
                     continue
                 shapes.append(shape)
     return shapes

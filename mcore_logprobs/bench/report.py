@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -106,18 +107,20 @@ def plot(points: list[Point], path: str, machine: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    titles = list(dict.fromkeys(load.title for load, _ in points))
+    together: dict[tuple[str, str], list[Point]] = {}
+    for load, results in points:
+        own = str(load.shape) if load.curve else ""  # time against memory is of one shape
+        together.setdefault((load.title, own), []).append((load, results))
     figure, axes = pyplot.subplots(
-        len(titles), 2, figsize=(12, 3.6 * len(titles)), squeeze=False, layout="constrained"
+        len(together), 2, figsize=(12, 3.6 * len(together)), squeeze=False, layout="constrained"
     )
-    for row, title in enumerate(titles):
-        here = [point for point in points if point[0].title == title]
-        time_axis, memory_axis = axes[row]
-        if here[0][0].curve:
+    for (time_axis, memory_axis), ((title, own), here) in zip(axes, together.items(), strict=True):
+        if own:
             _against_memory(time_axis, *here[0])
             memory_axis.axis("off")
             continue
-        varied = _varied(here)
+        varied, others = _varied(here)
+        draw = _bars if varied is None else functools.partial(_lines, varied)
         for axis, label, value in (
             (time_axis, "forward + backward, least, ms", lambda r: r.least[-1] * 1e3),
             (
@@ -126,7 +129,7 @@ def plot(points: list[Point], path: str, machine: str) -> None:
                 lambda r: None if r.peak is None else r.peak / 2**20,
             ),
         ):
-            (_lines if varied else _bars)(axis, here, varied, value)
+            draw(axis, here, others, value)
             axis.set_ylabel(label)
             axis.set_title(title, loc="left", fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
@@ -137,12 +140,21 @@ def plot(points: list[Point], path: str, machine: str) -> None:
     pyplot.close(figure)
 
 
-def _varied(points: list[Point]) -> str | None:
-    """The one part of the shape that differs between points, if there is one."""
+def _varied(points: list[Point]) -> tuple[str | None, list[str]]:
+    """The number of the shape that differs between points, if there is one; all else that does."""
     first = points[0][0].shape
-    names = [name for name in first if len({str(p[0].shape[name]) for p in points}) > 1]
-    numeric = [name for name in names if isinstance(first[name], int)]
-    return numeric[0] if numeric else None
+    names = [name for name in first if len({str(load.shape[name]) for load, _ in points}) > 1]
+    numeric = next((name for name in names if isinstance(first[name], int)), None)
+    return numeric, [name for name in names if name != numeric]
+
+
+def _label(load: Workload, result: Measurement, others: list[str]) -> str:
+    return ", ".join([result.name, *(str(load.shape[name]) for name in others)])
+
+
+def _same(points: list[Point], varying: list[str]) -> str:
+    """The part of the shape that all points share."""
+    return ", ".join(f"{k} {v}" for k, v in points[0][0].shape.items() if k not in varying)
 
 
 def _style(name: str, place: int) -> dict[str, object]:
@@ -151,24 +163,18 @@ def _style(name: str, place: int) -> dict[str, object]:
     return {"color": f"C{place % 10}", "marker": "o", "markersize": 4}
 
 
-def _lines(axis: Any, points: list[Point], varied: str | None, value: Any) -> None:
-    names = list(dict.fromkeys(r.name for _, results in points for r in results))
-    assert varied is not None
-    fixed = [k for k in points[0][0].shape if k != varied]
-    same = {k: points[0][0].shape[k] for k in fixed}
-    for place, name in enumerate(names):
-        curve = [
-            (load.shape[varied], value(r))
-            for load, results in points
-            for r in results
-            if r.name == name and all(load.shape[k] == same[k] for k in fixed)
-        ]
-        curve = sorted((x, y) for x, y in curve if y)
-        if curve:
-            axis.plot(*zip(*curve, strict=True), label=name, **_style(name, place))
+def _lines(varied: str, axis: Any, points: list[Point], others: list[str], value: Any) -> None:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for load, results in points:
+        for r in results:
+            if height := value(r):
+                curve = curves.setdefault(_label(load, r, others), [])
+                curve.append((load.shape[varied], height))
+    for place, (name, curve) in enumerate(curves.items()):
+        axis.plot(*zip(*sorted(curve), strict=True), label=name, **_style(name, place))
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xlabel(f"{varied}  ({', '.join(f'{k} {v}' for k, v in same.items())})", fontsize=8)
+    axis.set_xlabel(f"{varied}  ({_same(points, [varied, *others])})", fontsize=8)
     axis.grid(alpha=0.25)
 
 
@@ -196,13 +202,18 @@ def _against_memory(axis: Any, load: Workload, results: list[Measurement]) -> No
     axis.legend(fontsize=7, frameon=False)
 
 
-def _bars(axis: Any, points: list[Point], varied: str | None, value: Any) -> None:
-    results = [r for r in points[0][1] if value(r) is not None]
+def _bars(axis: Any, points: list[Point], others: list[str], value: Any) -> None:
+    heights = {
+        _label(load, r, others): value(r)
+        for load, results in points
+        for r in results
+        if value(r) is not None
+    }
     colors = [
-        "lightgray" if r.name.startswith("floor") else f"C{i % 10}" for i, r in enumerate(results)
+        "lightgray" if name.startswith("floor") else f"C{i % 10}" for i, name in enumerate(heights)
     ]
-    bars = axis.barh([r.name for r in results], [value(r) for r in results], color=colors)
+    bars = axis.barh([*heights], [*heights.values()], color=colors)
     axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
     axis.invert_yaxis()
     axis.tick_params(axis="y", labelsize=8)
-    axis.set_xlabel(", ".join(f"{k} {v}" for k, v in points[0][0].shape.items()), fontsize=8)
+    axis.set_xlabel(_same(points, others), fontsize=8)

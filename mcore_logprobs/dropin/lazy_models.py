@@ -130,8 +130,7 @@ def before_call(model: Any, args: object) -> None:
     patch = patch_of(model)
     assert patch is not None
     patch.automatic = fused
-    if not _said:
-        _say_once(f"{type(model).__name__}: gives lazy logits from now on")
+    _say_once(f"{type(model).__name__}: gives lazy logits from now on")
 
 
 def _say_once(line: str) -> None:

@@ -372,13 +372,19 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
             (attributes temperature, top_k, top_p) goes before temperature.
 
     Raises:
-        ValueError: chunk_size is not an int of at least 1.
+        ValueError: chunk_size is not an int of at least 1; NeMo-RL's own patch, whose forward knows
+            neither temperature nor sampling_params, is on already, and one of them is given.
     """
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size: expected an int >= 1, got {chunk_size!r}")
     model_class = _gpt_model_class()
-    model_class._linear_ce_fusion_chunk_size = chunk_size
     is_given = temperature is not None or sampling_params is not None
+    if is_given and "_linear_ce_fusion_forward_patched" in vars(model_class):  # NeMo-RL's mark
+        raise ValueError(
+            "temperature, sampling_params: expected to be left out, since NeMo-RL's own patch of "
+            "GPTModel.forward is on and ignores them; call this before NeMo-RL sets up its model"
+        )
+    model_class._linear_ce_fusion_chunk_size = chunk_size
     if is_given or "_linear_ce_fusion_sampling" not in vars(model_class):
         number = 1.0 if temperature is None else temperature
         model_class._linear_ce_fusion_sampling = _sampling(number, sampling_params)

@@ -18,7 +18,7 @@ from mcore_logprobs.bench import machine, main, progress, report, runner
 from mcore_logprobs.bench.cases import CASES, Shape, linear_case, logits_case, rows_case
 from mcore_logprobs.bench.cli import DEFAULT, SIZES
 from mcore_logprobs.bench.peers import stop_megatron
-from mcore_logprobs.bench.runner import Contender, Workload, measure
+from mcore_logprobs.bench.runner import Contender, Measurement, Workload, measure
 
 TINY = ["--rows", "8", "--vocab", "512", "--hidden", "16", "--rounds", "2", "--warmup", "1"]
 TINY.append("--busy-ok")  # nothing is compared here
@@ -54,6 +54,36 @@ def test_json_and_plot(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
         assert fused["error"][0] < 1e-5 < results["unfused (holds the logits)"]["error"][0]
 
 
+def drawn(points: list[report.Point], tmp_path, monkeypatch) -> list[list[str]]:
+    """The names of what each picture shows."""
+    from matplotlib import pyplot
+
+    figures: list = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    report.plot(points, str(tmp_path / "plot.png"), "a machine")
+    (figure,) = figures
+    names = []
+    for axis in figure.axes:
+        bars = [label.get_text() for label in axis.get_yticklabels()] if axis.containers else []
+        names.append(bars or axis.get_legend_handles_labels()[1] or [])
+    return names
+
+
+@pytest.mark.parametrize("rows", [[4], [4, 8]], ids=["bars", "lines"])
+def test_a_picture_shows_every_dtype(rows: list[int], tmp_path, monkeypatch) -> None:
+    times = (1.0, 1.0, 2.0)
+    points = [
+        (
+            Workload("logits", {"rows": n, "vocab": 16, "dtype": dtype}, []),
+            [Measurement("ours", *times, spread=0.1, least=times, peak=2**20)],
+        )
+        for dtype in ("bf16", "fp32")
+        for n in rows
+    ]
+    both = ["ours, bf16", "ours, fp32"]
+    assert drawn(points, tmp_path, monkeypatch)[0] == both
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -62,6 +92,8 @@ def test_json_and_plot(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
         ["logits", "--dtype", "int8"],
         ["--model", "gpt-1"],
         ["topk"],
+        ["logits", "--sweep", "rows", "--rows", "7"],
+        ["logits", "--sweep", "vocab", "--vocab", "512"],
         ["rows", "--device", "cuda"],
         ["rows", "--json", "nowhere/results.json"],
         *(["rows", "--memory-gib", size] for size in ("nan", "0", "-1", "inf", "much")),

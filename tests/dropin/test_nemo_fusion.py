@@ -167,6 +167,14 @@ def class_patch() -> None:
         assert set(vars(GPTModel)) == names
         with pytest.raises(ValueError, match="chunk_size: expected an int >= 1, got 0"):
             nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=0)
+        # NeMo-RL's own patch leaves its mark; its forward would ignore a temperature.
+        GPTModel._linear_ce_fusion_forward_patched = True
+        try:
+            with pytest.raises(ValueError, match=r"NeMo-RL's own patch .* is on and ignores them"):
+                nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4, temperature=0.5)
+        finally:
+            del GPTModel._linear_ce_fusion_forward_patched
+        assert set(vars(GPTModel)) == names
 
 
 def test_the_class_is_as_before(ranks) -> None:
