@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mcore_logprobs.checks import autocast_enabled
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.megatron.adapters import HeadLoRA, base_layer, head_lora
@@ -116,7 +117,7 @@ def _operands(
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     """What autocast casts a product's operands to now; None where it leaves them."""
     device = hidden.device.type
-    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if hidden.dtype == torch.float64 or not autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
