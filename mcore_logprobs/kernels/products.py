@@ -177,9 +177,12 @@ def _is_aligned(x: Tensor) -> bool:
 # Since when torch gives float32 results of low-precision operands, on CUDA alone: `mm(out_dtype=)`,
 # and `addmm(out_dtype=)` to a float32 tensor, which the first releases with it refused. On an AMD
 # GPU, where torch calls its device CUDA too, both came with pytorch/pytorch#162600. Each is tried
-# once; where nothing can be tried, the version says.
+# once.
 _SINCE = {"mm": (2, 8), "addmm": (2, 10)}
 _SINCE_ON_AMD = (2, 10)
+# Since when torch.compile takes them, and fake tensors do, where nothing can be tried: `mm` with
+# pytorch/pytorch#163393; `addmm` is not lowered by torch 2.13 either (pytorch/pytorch#163880).
+_TRACED_SINCE = {"mm": (2, 10), "addmm": None}
 # What torch says to operands that it does not multiply so. Any other error is one of the moment,
 # such as memory that is short, and no answer.
 _REFUSAL = re.compile(r"dtype|not implemented|support|could not run|keyword argument", re.I)
@@ -201,10 +204,10 @@ def _asked(name: str, dtype: torch.dtype, device: torch.device) -> bool:
     if key in _answers:
         return _answers[key]
     if torch.compiler.is_compiling():
-        return _by_version(name, dtype, device)
+        return _is_traced(name, dtype, device)
     a = torch.zeros(16, 16, dtype=dtype, device=device)
     if type(a) is not Tensor:  # a fake tensor takes what its device refuses
-        return _by_version(name, dtype, device)
+        return _is_traced(name, dtype, device)
     out = torch.zeros(16, 16, dtype=torch.float32, device=device)
     if name == "mm":
         answer = _works(lambda: torch.mm(a, a, out_dtype=out.dtype, out=out))
@@ -216,8 +219,11 @@ def _asked(name: str, dtype: torch.dtype, device: torch.device) -> bool:
     return answer
 
 
-def _by_version(name: str, dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cuda" and dtype in _HALF and _version() >= _since(name)
+def _is_traced(name: str, dtype: torch.dtype, device: torch.device) -> bool:
+    since = _TRACED_SINCE[name]
+    if since is None or device.type != "cuda" or dtype not in _HALF:
+        return False
+    return _version() >= since
 
 
 def _version() -> tuple[int, ...]:

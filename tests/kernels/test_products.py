@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -81,15 +83,18 @@ def test_releases_of_torch_without_wide_results(has_mm, monkeypatch):
     ("version", "hip", "expected"),
     [
         ("2.7.1+cu128", None, 0),
-        ("2.9.0", None, 1),
-        ("2.10.1", None, 3),
-        ("2.13.0+cpu", None, 3),
+        ("2.9.0", None, 0),
+        ("2.10.1", None, 1),
+        ("2.13.0+cpu", None, 1),
         ("2.9.0+rocm6.4", "6.4", 0),
-        ("2.10.0+rocm7.1", "7.1", 3),
+        ("2.10.0+rocm7.1", "7.1", 1),
     ],
 )
 def test_where_nothing_can_be_tried_the_version_says(version, hip, expected, monkeypatch):
-    """Fakes of a GPU take every product, and a graph that is traced runs none."""
+    """Fakes of a GPU take every product, and a graph that is traced runs none.
+
+    Not `addmm(out_dtype=)`, which inductor does not lower.
+    """
     monkeypatch.setattr(products, "_answers", {})
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -104,6 +109,24 @@ def test_where_nothing_can_be_tried_the_version_says(version, hip, expected, mon
     traced = torch.compile(numbered, backend="eager", fullgraph=True)
     assert traced(torch.zeros(2)).tolist() == [expected] * 2
     assert products._answers == {}
+
+
+def test_a_compiled_sum_is_of_what_inductor_lowers(monkeypatch):
+    for name in ("mm", "addmm"):
+        on_a_gpu = partial(products._asked, name, torch.bfloat16, torch.device("cuda"))
+        monkeypatch.setattr(products, f"_has_wide_{name}", lambda *_, asked=on_a_gpu: asked())
+    called = []
+
+    def backend(graph, _):
+        called.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    a, out = torch.empty(16, 16, dtype=torch.bfloat16, device="meta"), torch.empty(16, 16)
+    torch.compiler.reset()
+    compiled = torch.compile(products.add_product, backend=backend, fullgraph=True)
+    assert compiled(a, a, out.to("meta")).dtype == torch.float32
+    assert torch.mm in called
+    assert torch.addmm not in called
 
 
 def test_what_was_tried_is_kept(monkeypatch):

@@ -21,14 +21,21 @@ from torch import Tensor
 from benchmarks import ahead, amd, launches
 from benchmarks.ahead import Built, Case, cases, launched_code
 from benchmarks.launches import AMD_TARGETS, CALLS, count, dry_launches, one_of_ranks
-from mcore_logprobs import linear_token_stats, vocab_parallel_kl_div, vocab_parallel_token_stats
+from mcore_logprobs import (
+    linear_policy_loss,
+    linear_token_stats,
+    vocab_parallel_kl_div,
+    vocab_parallel_token_stats,
+)
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import PairSpec
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
+from mcore_logprobs.kernels.triton.codes import decode_kernel, encode_kernel
 from mcore_logprobs.kernels.triton.gradient import grad_kernel
 from mcore_logprobs.kernels.triton.pair_gradient import pair_grad_kernel
 from mcore_logprobs.kernels.triton.pair_statistics import pair_stats_kernel, pair_sums_kernel
+from mcore_logprobs.kernels.triton.scaling import scale_kernel
 from mcore_logprobs.kernels.triton.statistics import stats_kernel
 from tests.kernels.common import EVERYTHING, make_chunk
 
@@ -133,8 +140,13 @@ def test_no_call_of_a_run_compiles_a_variant() -> None:
     # What changes from step to step: which rows there are, how many, and numbers.
     logits = torch.zeros(9, 40, 1040, dtype=torch.bfloat16)
     target, warm = torch.zeros(9, 40, dtype=torch.int64), torch.ones(9, 40)
-    hidden, weight = torch.zeros(40, 8, requires_grad=True), torch.zeros(1040, 8)
-    kernels = (stats_kernel, grad_kernel, pair_stats_kernel, pair_sums_kernel, pair_grad_kernel)
+    hidden, weight = torch.zeros(40, 16, requires_grad=True), torch.zeros(1040, 16)
+    half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    upstream = torch.ones(20)
+    kernels = (
+        *(stats_kernel, grad_kernel, pair_stats_kernel, pair_sums_kernel, pair_grad_kernel),
+        *(encode_kernel, decode_kernel, scale_kernel),
+    )
 
     def step(number: int) -> None:
         shared: Any = {"backend": "triton", "vocab_size": 1030}
@@ -153,6 +165,14 @@ def test_no_call_of_a_run_compiles_a_variant() -> None:
             hidden[cut], weight, target[0, cut], logit_scale=1.0 / softcap, **shared
         )
         fused.logprobs.sum().backward()
+        rounded = linear_token_stats(
+            half[0][cut], half[1], target[0, cut], saved_bytes=1 << 20, **shared
+        )
+        rounded.logprobs.sum().backward()
+        loss, _ = linear_policy_loss(
+            hidden[cut], weight, target[0, cut], lambda logprobs, _: -logprobs, **shared
+        )
+        loss.backward(upstream[number])
 
     compiled: list[str] = []
     with dry_launches(), pytest.MonkeyPatch.context() as patch:

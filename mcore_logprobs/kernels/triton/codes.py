@@ -40,6 +40,7 @@ def _code(y, top, step):
 
 
 @triton.jit(
+    do_not_specialize=["rows"],
     do_not_specialize_on_alignment=["temperature_ptr", "scale_ptr"],
 )
 def encode_kernel(
@@ -86,7 +87,7 @@ def _logit(code, top, step):
     return tl.where(below > LEVELS, float("-inf"), top - below * step)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale_ptr"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["scale_ptr"])
 def decode_kernel(
     codes_ptr,  # [n, v] int16
     out_ptr,  # [n, v] float32

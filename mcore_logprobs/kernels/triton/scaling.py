@@ -15,7 +15,8 @@ from mcore_logprobs.kernels.triton.operators import operator, writes_out
 _TILE = 4096
 
 
-@triton.jit  # a count that is a multiple of 16 lets 16 bytes be read at a time
+# A count that is a multiple of 16 lets 16 bytes be read at a time.
+@triton.jit(do_not_specialize_on_alignment=["upstream_ptr"])
 def scale_kernel(
     grad_ptr,  # [count]
     out_ptr,  # [count]; may be grad_ptr
