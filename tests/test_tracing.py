@@ -150,6 +150,25 @@ def test_torch_compile_without_a_break(function: Callable[..., Tensor]) -> None:
             assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def rounded(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return ours.linear_token_stats(hidden, weight, target, logits_dtype=torch.bfloat16).logprobs
+
+
+def rounded_entries(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    ids = target.clamp(min=0).unsqueeze(-1)
+    return ours.linear_gather(hidden, weight, ids, logits_dtype=torch.bfloat16).squeeze(-1)
+
+
+@pytest.mark.parametrize("function", [rounded, rounded_entries])
+def test_inductor_rounds_logits_too(function: Callable[..., Tensor]) -> None:
+    """It leaves out a cast to 16 bits and back where it can."""
+    given = inputs()
+    want = step(function)(*given)
+    compiled = torch.compile(function, fullgraph=True)
+    for got, expected in zip(step(compiled)(*given), want, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
 def test_transforms_of_torch_func_are_refused(
     transform: Callable[..., Callable[..., Tensor]],

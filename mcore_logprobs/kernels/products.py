@@ -84,6 +84,15 @@ def add_product(a: Tensor, b: Tensor, out: Tensor, *, low_precision: bool = Fals
     return out.add_(product(a, b, torch.empty_like(out)))
 
 
+def rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in dtype; x itself where it has that."""
+    rounded = x.to(dtype)
+    if torch.compiler.is_compiling() and dtype in _HALF:
+        # Inductor leaves out a cast to 16 bits and back, unless something is done with the bits.
+        rounded = (rounded.view(torch.int16) + 0).view(dtype)
+    return rounded
+
+
 def range_scale(magnitudes: Tensor) -> Tensor:
     """A power of two, float32 `[]`, by which the largest finite magnitude is about 2^10.
 

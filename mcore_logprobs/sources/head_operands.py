@@ -36,6 +36,7 @@ from mcore_logprobs.kernels.products import (
     aligned,
     batch_invariant_matmul,
     product,
+    rounded_to,
 )
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.sources.lora import LoRA, LowRank
@@ -280,9 +281,9 @@ class HeadOperands:
         if self.low_rank is not None:
             self.low_rank.add_logits(tile, columns, wide)
         # An explicit low-precision logits_dtype rounds, as a head of that dtype would.
-        if wide is not out:
-            return out.copy_(wide)
-        return out if options.logits_dtype == out.dtype else out.copy_(out.to(options.logits_dtype))
+        if wide is out or torch.compiler.is_compiling():
+            wide = rounded_to(wide, options.logits_dtype)
+        return out if wide is out else out.copy_(wide)
 
     def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """`[rows, columns]` of memory that every call for this dtype overwrites."""
@@ -405,7 +406,7 @@ class HeadTile:
             raw = (tile.to(head.acc_dtype) * weight.to(head.acc_dtype)).sum(-1)
             if head.low_rank is not None:
                 raw += head.low_rank.entries(self.hidden, column[part], rows[part])
-            out[part] = raw.to(head.options.logits_dtype)
+            out[part] = rounded_to(raw, head.options.logits_dtype)
         return out
 
     def parts(self, entries: LogitIndices) -> Iterator[slice]:
