@@ -17,7 +17,7 @@ from mcore_logprobs.megatron.ddp import wait_for_parameters
 from mcore_logprobs.megatron.heads import call_reason
 from mcore_logprobs.megatron.lazy import call_of
 from mcore_logprobs.sources.head import HeadLogits
-from mcore_logprobs.sources.lazy_head import LazyHead
+from mcore_logprobs.sources.lazy_head import LazyHead, writes_to
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -92,7 +92,7 @@ class DeferredLogits:
                 logits = self.head.run(partial(self.head.real, gradient=True))
             else:
                 logits = self._apply_scale(self._unscaled.materialize())
-            self._computed[grad], self._versions[grad] = logits, logits._version
+            self._computed[grad], self._versions[grad] = logits, writes_to(logits)
         return self._computed[grad]
 
     def computed(self) -> Tensor | None:
@@ -110,7 +110,7 @@ class DeferredLogits:
         if any(grad in link._computed for link in chain):
             return self.materialize()
         for link in chain:
-            if any(x._version != link._versions[mode] for mode, x in link._computed.items()):
+            if any(writes_to(x) != link._versions[mode] for mode, x in link._computed.items()):
                 raise RuntimeError(
                     "the patched output layer's logits were changed in place under no_grad, which "
                     "the loss's gradient cannot follow; change them with gradients on, or patch "

@@ -88,7 +88,7 @@ class LazyHead:
         watched = [("hidden states", self.hidden), ("weight", self.weight)]
         watched += [] if self.bias is None else [("bias", self.bias)]
         watched += [("LoRA", x) for x in self.lora_tensors]
-        return [(name, 0 if x.is_inference() else x._version) for name, x in watched]
+        return [(name, writes_to(x)) for name, x in watched]
 
     def check_unchanged(self) -> None:
         """Raises:
@@ -193,6 +193,11 @@ class LazyHead:
             tp_group=self.tp_group,
             **options,
         )
+
+
+def writes_to(x: Tensor) -> int:
+    """How many writes torch has counted; it counts none of an inference tensor."""
+    return 0 if x.is_inference() else x._version
 
 
 class RowSummary(NamedTuple):

@@ -131,6 +131,17 @@ def test_logits_without_gradients_are_not_kept_for_a_caller_with_them():
     assert handle.max().requires_grad
 
 
+def test_logits_in_inference_mode_are_read_and_written():
+    """Whose versions torch does not count."""
+    head = Head()
+    with torch.inference_mode():
+        handle = head.handle()
+        handle.mul_(0.5)
+        expected = head.logits() * 0.5
+        assert torch.equal(handle.computed(), expected)
+        assert torch.equal(handle.scaled(2.0, lambda x: x * 2.0).computed(), expected * 2.0)
+
+
 def test_scaled_handle_gives_scaled_logits():
     head = Head()
     scaled = head.handle().scaled(0.5, lambda x: x * 0.5).scaled(3.0, lambda x: x * 3.0)
