@@ -63,6 +63,30 @@ def test_a_model_that_shares_the_head_trains_as_before(output: str) -> None:
         assert worst(grads, expected_grads) == 0.0
 
 
+def test_two_patched_models_that_share_the_head() -> None:
+    with megatron() as parallel_state:
+        policy, draft = gpt(tied=False), gpt(seed=1, tied=False)
+        draft.output_layer = policy.output_layer
+        batch = make_batch(parallel_state)
+        hidden = torch.randn(5, 2, policy.config.hidden_size)
+        expected = policy.output_layer(hidden)[0]
+
+        def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = loss_of(model(**batch["inputs"], labels=batch["labels"])).mean()
+            return loss.detach(), gradients(model, loss)
+
+        plain = [step(policy), step(draft)]
+        with patch_model(policy, LogprobConfig(fused="require")):
+            with patch_model(draft, LogprobConfig(fused="require", entropy=True)):
+                patched = [step(policy), step(draft)]
+                assert torch.equal(policy.output_layer(hidden)[0], expected)
+            patched.append(step(policy))
+        assert "forward" not in vars(policy.output_layer)
+        for (got, grads), (loss, wanted) in zip(patched, [*plain, plain[0]], strict=True):
+            assert relative(got, loss) < 1e-6
+            assert worst(grads, wanted) < 1e-5
+
+
 def test_the_layer_alone_gives_logits_with_their_gradient_and_keeps_nothing() -> None:
     with megatron() as parallel_state:
         model, labels = gpt(tied=False), make_batch(parallel_state)["labels"]
