@@ -244,9 +244,8 @@ class HeadPatch(DeferringHead):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[object, Tensor | None]:
         """In place of the output layer's."""
-        other = _patch_behind(self._before.get((False, "forward")))
-        if other is not None and not self._running:  # a patched model with the same layer
-            return other.forward(*args, **kwargs)
+        if not self._running and (other := _patch_behind(self._before.get((False, "forward")))):
+            return other.forward(*args, **kwargs)  # of another patched model with this layer
         if self._without_labels:
             self._running[-1].reached = True
         output = super().forward(*args, **kwargs)
