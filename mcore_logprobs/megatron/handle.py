@@ -50,7 +50,8 @@ class PatchHandle:
     A patched model is called by one thread at a time: several take turns, by a lock around the
     block and the call in it, as a block changes the model for all of them. If an activation
     checkpoint wraps the *whole* model, run the backward inside the block too, because it calls the
-    model again. With `use_reentrant=False` a backward outside it raises.
+    model again. With `use_reentrant=False` a backward outside it raises, if its call was the last
+    with that tensor of labels: give calls in different blocks a tensor each (`labels.clone()`).
 
     Attributes:
         reports: a `HeadReport` for each head of this rank (none on stages without one), as of
