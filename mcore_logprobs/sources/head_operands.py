@@ -281,7 +281,8 @@ class HeadOperands:
         if self.low_rank is not None:
             self.low_rank.add_logits(tile, columns, wide)
         # An explicit low-precision logits_dtype rounds, as a head of that dtype would.
-        if wide is out or torch.compiler.is_compiling():
+        rounds = options.logits_dtype != wide.dtype
+        if rounds and (wide is out or torch.compiler.is_compiling()):
             wide = rounded_to(wide, options.logits_dtype)
         return out if wide is out else out.copy_(wide)
 
