@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.calls import NOT_PASSED, Call, ForwardState, OpenBlocks, check_shifted
-from mcore_logprobs.megatron.ddp import wait_for_parameters
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import (
@@ -39,6 +36,7 @@ from mcore_logprobs.megatron.heads import (
     unseen_reason,
 )
 from mcore_logprobs.megatron.lazy import lazy_logits, lazy_reason
+from mcore_logprobs.megatron.mtp import mtp_layers, of_main_head, without_mtp
 from mcore_logprobs.megatron.schedule_plan import carry_stats
 from mcore_logprobs.ops.token_stats import TokenStats
 from mcore_logprobs.sources.lazy import LazyLogits
@@ -384,11 +382,6 @@ class HeadPatch(DeferringHead):
 _DRAWN = torch.empty(0, dtype=torch.int64)
 
 
-def mtp_layers(model: LanguageModule) -> int:
-    """How many multi-token prediction layers a language model has."""
-    return getattr(model.config, "mtp_num_layers", None) or 0
-
-
 class _WithLabels:
     """Calls the model's method that ends in the head, and knows meanwhile what it was given.
 
@@ -433,8 +426,10 @@ class _WithLabels:
         processed = processor is not None and processor is not NOT_PASSED
         if processed:
             arguments["output_processor"] = functools.partial(_process, processor, running)
-        left_out = labels is not None and mtp == "off"
-        cut = _without_mtp(patch.model, arguments) if left_out else contextlib.nullcontext()
+        left_out = labels is not None and mtp == "off" and mtp_layers(patch.model) > 0
+        if left_out and not arguments["mtp_in_postprocess"]:  # NOT_PASSED where there is none
+            arguments["hidden_states"] = of_main_head(patch.model, arguments["hidden_states"])
+        cut = without_mtp(patch.model) if left_out else contextlib.nullcontext()
         with patch.running(running), cut:
             output = arguments.call(wrapped)
         if processed:
@@ -481,72 +476,3 @@ class _Arguments:
 
     def call(self, function: Callable[..., object]) -> object:
         return function(*self._bound.args, **self._bound.kwargs)
-
-
-@contextlib.contextmanager
-def _without_mtp(model: object, given: _Arguments) -> Iterator[None]:
-    """While open, `model` has no multi-token prediction: its layers pass hidden states through.
-
-    Hidden states that come with those of the MTP layers already joined to them (`_postprocess` of a
-    schedule plan, or of a stage behind the MTP layers) are cut off in `given`.
-    """
-    layers = mtp_layers(model)
-    if not layers:
-        yield
-        return
-    if not given["mtp_in_postprocess"]:  # NOT_PASSED where the model has no such argument
-        given["hidden_states"] = torch.chunk(given["hidden_states"], 1 + layers, dim=0)[0]
-    config = vars(model)["config"]
-    without = copy.copy(config)
-    without.mtp_num_layers = None
-    vars(model)["config"] = without
-    vars(model)["mtp"] = functools.partial(_pass_through, _of_mtp_alone(model))
-    try:
-        yield
-    finally:
-        vars(model)["config"] = config
-        del vars(model)["mtp"]
-
-
-def _of_mtp_alone(model: object) -> nn.ModuleList:
-    """What only the call of the MTP layers would run: they, and an embedding made for them.
-
-    Behind the first pipeline stage the embedding is theirs, and its weight may be the head's too.
-    """
-    modules = vars(model)["_modules"]
-    names = ["mtp"] if getattr(model, "pre_process", True) else ["mtp", "embedding"]
-    return nn.ModuleList([modules[name] for name in names if modules.get(name) is not None])
-
-
-def _pass_through(
-    left_out: nn.ModuleList, *args: object, hidden_states: Tensor, **kwargs: object
-) -> Tensor:
-    """In place of the MTP layers' call: the hidden states.
-
-    Megatron's DDP counts the gradients of each bucket, and raises where one is missing. So those of
-    its parameters, which have a `main_grad`, are 0; without it there are none. The distributed
-    optimizer's gather of parameters, which modules' hooks wait for, is waited for.
-    """
-    wait_for_parameters(left_out)
-    inside = left_out.parameters()
-    parameters = [p for p in inside if p.requires_grad and hasattr(p, "main_grad")]
-    if not (parameters and hidden_states.requires_grad):
-        return hidden_states
-    return _LeftOut.apply(hidden_states, *parameters)
-
-
-class _LeftOutContext(FunctionCtx):
-    parameters: tuple[Tensor, ...]
-
-
-class _LeftOut(torch.autograd.Function):
-    """Its first argument, and gradients of 0 for the others."""
-
-    @staticmethod
-    def forward(ctx: _LeftOutContext, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.parameters = parameters
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: _LeftOutContext, grad: Tensor) -> tuple[Tensor, ...]:
-        return (grad, *(p.new_zeros(()).expand_as(p) for p in ctx.parameters))

@@ -1,0 +1,86 @@
+"""Leaving a model's multi-token prediction out of a call (`mtp="off"`)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from mcore_logprobs.megatron.ddp import wait_for_parameters
+
+
+def mtp_layers(model: nn.Module) -> int:
+    """How many multi-token prediction layers a language model has."""
+    return getattr(model.config, "mtp_num_layers", None) or 0
+
+
+def of_main_head(model: nn.Module, hidden_states: Tensor) -> Tensor:
+    """The main head's of hidden states that have those of the MTP layers joined to them.
+
+    `_postprocess` of a schedule plan gets such, or that of a stage behind the MTP layers.
+    """
+    return torch.chunk(hidden_states, 1 + mtp_layers(model), dim=0)[0]
+
+
+@contextlib.contextmanager
+def without_mtp(model: nn.Module) -> Iterator[None]:
+    """While open, `model` has no multi-token prediction: its layers pass hidden states through."""
+    config = vars(model)["config"]
+    without = copy.copy(config)
+    without.mtp_num_layers = None
+    vars(model)["config"] = without
+    vars(model)["mtp"] = functools.partial(_pass_through, _of_mtp_alone(model))
+    try:
+        yield
+    finally:
+        vars(model)["config"] = config
+        del vars(model)["mtp"]
+
+
+def _of_mtp_alone(model: nn.Module) -> nn.ModuleList:
+    """What only the call of the MTP layers would run: they, and an embedding made for them.
+
+    Behind the first pipeline stage the embedding is theirs, and its weight may be the head's too.
+    """
+    modules = vars(model)["_modules"]
+    names = ["mtp"] if getattr(model, "pre_process", True) else ["mtp", "embedding"]
+    return nn.ModuleList([modules[name] for name in names if modules.get(name) is not None])
+
+
+def _pass_through(
+    left_out: nn.ModuleList, *args: object, hidden_states: Tensor, **kwargs: object
+) -> Tensor:
+    """In place of the MTP layers' call: the hidden states.
+
+    Megatron's DDP counts the gradients of each bucket, and raises where one is missing. So those of
+    its parameters, which have a `main_grad`, are 0; without it there are none. The distributed
+    optimizer's gather of parameters, which modules' hooks wait for, is waited for.
+    """
+    wait_for_parameters(left_out)
+    inside = left_out.parameters()
+    parameters = [p for p in inside if p.requires_grad and hasattr(p, "main_grad")]
+    if not (parameters and hidden_states.requires_grad):
+        return hidden_states
+    return _LeftOut.apply(hidden_states, *parameters)
+
+
+class _LeftOutContext(FunctionCtx):
+    parameters: tuple[Tensor, ...]
+
+
+class _LeftOut(torch.autograd.Function):
+    """Its first argument, and gradients of 0 for the others."""
+
+    @staticmethod
+    def forward(ctx: _LeftOutContext, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: _LeftOutContext, grad: Tensor) -> tuple[Tensor, ...]:
+        return (grad, *(p.new_zeros(()).expand_as(p) for p in ctx.parameters))
