@@ -189,9 +189,9 @@ def _is_aligned(x: Tensor) -> bool:
 # once.
 _SINCE = {"mm": (2, 8), "addmm": (2, 10)}
 _SINCE_ON_AMD = (2, 10)
-# Since when torch.compile takes them, and fake tensors do, where nothing can be tried: `mm` with
-# pytorch/pytorch#163393; `addmm` is not lowered by torch 2.13 either (pytorch/pytorch#163880).
-_TRACED_SINCE = {"mm": (2, 10), "addmm": None}
+# Since when torch.compile takes `mm(out_dtype=)` (pytorch/pytorch#163393). `addmm(out_dtype=)` is
+# not lowered by torch 2.13 either (pytorch/pytorch#163880).
+_COMPILED_MM_SINCE = (2, 10)
 # What torch says to operands that it does not multiply so. Any other error is one of the moment,
 # such as memory that is short, and no answer.
 _REFUSAL = re.compile(r"dtype|not implemented|support|could not run|keyword argument", re.I)
@@ -213,10 +213,10 @@ def _asked(name: str, dtype: torch.dtype, device: torch.device) -> bool:
     if key in _answers:
         return _answers[key]
     if torch.compiler.is_compiling():
-        return _is_traced(name, dtype, device)
+        return _by_version(name, dtype, device)
     a = torch.zeros(16, 16, dtype=dtype, device=device)
     if type(a) is not Tensor:  # a fake tensor takes what its device refuses
-        return _is_traced(name, dtype, device)
+        return _by_version(name, dtype, device)
     out = torch.zeros(16, 16, dtype=torch.float32, device=device)
     if name == "mm":
         answer = _works(lambda: torch.mm(a, a, out_dtype=out.dtype, out=out))
@@ -228,11 +228,11 @@ def _asked(name: str, dtype: torch.dtype, device: torch.device) -> bool:
     return answer
 
 
-def _is_traced(name: str, dtype: torch.dtype, device: torch.device) -> bool:
-    since = _TRACED_SINCE[name]
-    if since is None or device.type != "cuda" or dtype not in _HALF:
+def _by_version(name: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Under torch.compile and of fake tensors, which may be its own: nothing can be tried there."""
+    if name != "mm" or device.type != "cuda" or dtype not in _HALF:
         return False
-    return _version() >= since
+    return _version() >= _COMPILED_MM_SINCE
 
 
 def _version() -> tuple[int, ...]:

@@ -88,12 +88,22 @@ class DeferredLogits:
                         "an autograd.Function sees no gradient: pass it logits.clone(), or patch "
                         "with LogprobConfig(fused=False)"
                     )
-            if self._unscaled is None:
-                logits = self.head.run(partial(self.head.real, gradient=True))
-            else:
-                logits = self._apply_scale(self._unscaled.materialize())
+            with self._outside_inference_mode():
+                if self._unscaled is None:
+                    logits = self.head.run(partial(self.head.real, gradient=True))
+                else:
+                    logits = self._apply_scale(self._unscaled.materialize())
             self._computed[grad], self._versions[grad] = logits, writes_to(logits)
         return self._computed[grad]
+
+    @contextlib.contextmanager
+    def _outside_inference_mode(self) -> Iterator[None]:
+        """For logits of a call that was made outside of it, so that torch counts writes to them."""
+        if self.hidden.is_inference() or not torch.is_inference_mode_enabled():
+            yield
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            yield
 
     def computed(self) -> Tensor | None:
         """The real logits where they exist for the grad mode that is on, else None.

@@ -1,4 +1,4 @@
-"""The torch functions of `LazyLogits` that are recorded, in place of real logits.
+"""What `LazyLogits` record of a torch function, so that no real logits are computed for it.
 
 Recorded functions run twice and cost nothing: on a meta tensor, for the shape or the error that
 torch gives, and on the places of the rows, of which the last dimension stands for the vocabulary.

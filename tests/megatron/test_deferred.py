@@ -142,6 +142,18 @@ def test_logits_in_inference_mode_are_read_and_written():
         assert torch.equal(handle.scaled(2.0, lambda x: x * 2.0).computed(), expected * 2.0)
 
 
+def test_a_write_in_inference_mode_to_logits_that_want_a_gradient_is_seen():
+    head = Head()
+    handle = head.handle()
+    with torch.inference_mode():
+        assert torch.equal(handle.max(), head.logits().max())
+    assert handle.computed() is None  # read only
+    with torch.inference_mode():
+        handle.mul_(0.5)
+    with pytest.raises(RuntimeError, match="changed in place under no_grad"):
+        handle.computed()
+
+
 def test_scaled_handle_gives_scaled_logits():
     head = Head()
     scaled = head.handle().scaled(0.5, lambda x: x * 0.5).scaled(3.0, lambda x: x * 3.0)
