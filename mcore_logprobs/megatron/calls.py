@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mcore_logprobs.checks import (
     check_min_p,
@@ -386,66 +383,6 @@ class Call:
     def filtered(self) -> bool:
         """Whether log-probabilities are those of a filtered distribution."""
         return self.config.filtered
-
-
-class OpenBlocks:
-    """The `with` blocks that are open on a patched head, in the order in which they were entered.
-
-    Each takes its own change back when it ends, whichever ends first. A copy has none open: the
-    block around a `copy.deepcopy` of the model never ends for the copy.
-    """
-
-    def __init__(self, config: LogprobConfig) -> None:
-        self._config = config
-        self._changes: dict[int, Callable[[Call], Call]] = {}  # by a number that no other had
-        self._numbers = itertools.count()
-        # The numbers of the blocks that were open in the latest call with these labels.
-        self._open_with: MutableMapping[Tensor, tuple[int, ...]] = WeakIdKeyDictionary()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return OpenBlocks, (self._config,)
-
-    @property
-    def call(self) -> Call:
-        """The patch's settings with every open block's change, the innermost block's last.
-
-        Raises:
-            ValueError: changes that do not go together once a block between them has ended.
-        """
-        call = Call(self._config)
-        for change in self._changes.values():
-            call = change(call)
-        return call
-
-    def check_recomputed(self, labels: object) -> None:
-        """For each call: one that an activation checkpoint makes again has the blocks of the first.
-
-        Seen where the checkpoint hands the same tensor of labels on (`use_reentrant=False`).
-
-        Raises:
-            RuntimeError: it has others, and would compute something else.
-        """
-        if not isinstance(labels, Tensor) or torch.compiler.is_compiling():
-            return
-        present = tuple(self._changes)
-        if torch._C._current_graph_task_id() == -1:  # not within a backward
-            if torch.is_grad_enabled():
-                self._open_with[labels] = present
-        elif self._open_with.get(labels, present) != present:
-            raise RuntimeError(
-                "an activation checkpoint calls the patched model again in the backward, with "
-                "other PatchHandle blocks open than in the forward: run the backward inside the "
-                "same ones"
-            )
-
-    @contextlib.contextmanager
-    def open(self, change: Callable[[Call], Call]) -> Iterator[None]:
-        number = next(self._numbers)
-        self._changes[number] = change
-        try:
-            yield
-        finally:
-            del self._changes[number]
 
 
 @dataclass

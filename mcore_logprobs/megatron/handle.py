@@ -14,7 +14,6 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.blocks import block
 from mcore_logprobs.megatron.calls import (
     Call,
-    OpenBlocks,
     PerToken,
     PolicyLoss,
     SampleRequest,
@@ -29,6 +28,7 @@ from mcore_logprobs.megatron.heads import (
     say_left_out,
     unseen_reason,
 )
+from mcore_logprobs.megatron.open_blocks import OpenBlocks
 from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.record import Kept
 from mcore_logprobs.sources.lora import LoRAInput
@@ -50,8 +50,7 @@ class PatchHandle:
     A patched model is called by one thread at a time: several take turns, by a lock around the
     block and the call in it, as a block changes the model for all of them. If an activation
     checkpoint wraps the *whole* model, run the backward inside the block too, because it calls the
-    model again. With `use_reentrant=False` a backward outside it raises, if its call was the last
-    with that tensor of labels: give calls in different blocks a tensor each (`labels.clone()`).
+    model again. With `use_reentrant=False` a backward outside it raises.
 
     Attributes:
         reports: a `HeadReport` for each head of this rank (none on stages without one), as of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.megatron.calls import NOT_PASSED, Call, ForwardState, OpenBlocks, check_shifted
+from mcore_logprobs.megatron.calls import NOT_PASSED, Call, ForwardState, check_shifted
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import (
@@ -37,6 +37,7 @@ from mcore_logprobs.megatron.heads import (
 )
 from mcore_logprobs.megatron.lazy import lazy_logits, lazy_reason
 from mcore_logprobs.megatron.mtp import mtp_layers, of_main_head, without_mtp
+from mcore_logprobs.megatron.open_blocks import OpenBlocks
 from mcore_logprobs.megatron.schedule_plan import carry_stats
 from mcore_logprobs.ops.token_stats import TokenStats
 from mcore_logprobs.sources.lazy import LazyLogits
@@ -399,7 +400,7 @@ class _WithLabels:
         patch = self.__self__
         call, wrapped = patch.call, patch.original(self._name)
         labels, mtp = arguments["labels"], call.config.mtp
-        patch.blocks.check_recomputed(labels)
+        patch.blocks.check_recomputed()
         block_labels = _DRAWN if call.draw is not None else call.target
         if block_labels is not None:
             if labels is not None:
@@ -439,6 +440,7 @@ class _WithLabels:
             return output
         if labels is not NOT_PASSED:
             patch.check_reached(call, running)
+        output = patch.blocks.recomputable(output)
         return attach_backward_hooks(output, patch.model, patch.layer)
 
 

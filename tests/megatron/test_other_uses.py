@@ -210,6 +210,59 @@ def test_a_checkpoint_around_the_model_needs_the_same_blocks(policy: bool) -> No
                 assert worst(plain, gradients(model, loss())) < 1e-6
 
 
+def test_checkpoints_of_calls_with_the_same_labels() -> None:
+    with megatron() as parallel_state:
+        model, batch = gpt(), make_batch(parallel_state)
+        call = {**batch["inputs"], "labels": batch["labels"]}
+
+        def loss() -> Tensor:  # its product is computed again before the model's backward
+            return (model(**call).logprobs.exp() * batch["weights"]).sum()
+
+        def checkpointed() -> Tensor:
+            return checkpoint(loss, use_reentrant=False)
+
+        with patch_model(model, LogprobConfig()) as handle:
+            temperatures = (0.5, 2.0)
+            blocks = [lambda t=t: handle.options(temperature=t) for t in temperatures]
+
+            def block_inside(t: float) -> Tensor:
+                with handle.options(temperature=t):
+                    return loss()
+
+            expected = []
+            for block in blocks:
+                with block():
+                    expected.append(gradients(model, loss()))
+            # Two calls before the first backward, each with the same labels.
+            with blocks[0]():
+                first = checkpointed()
+                with blocks[1]():
+                    second = checkpointed()
+                    assert worst(gradients(model, second), expected[1]) < 1e-6
+                assert worst(gradients(model, first), expected[0]) < 1e-6
+            with blocks[0]():
+                first = checkpointed()
+            with blocks[1]():
+                checkpointed()
+                with pytest.raises(RuntimeError, match="PatchHandle blocks open"):
+                    first.backward()
+            # A block that the checkpoint itself enters again.
+            for t, grads in zip(temperatures, expected, strict=True):
+                inside = checkpoint(block_inside, t, use_reentrant=False)
+                assert worst(gradients(model, inside), grads) < 1e-6
+            # Hooks that are no checkpoint's: what they saved is the first call's.
+            with torch.autograd.graph.save_on_cpu(), blocks[0]():
+                kept = loss()
+            assert worst(gradients(model, kept), expected[0]) < 1e-6
+            # The settings of the patch itself.
+            outside = checkpointed()
+        with (
+            patch_model(model, LogprobConfig(temperature=2.0)),
+            pytest.raises(RuntimeError, match="PatchHandle blocks open"),
+        ):
+            outside.backward()
+
+
 def test_a_block_is_entered_once() -> None:
     with megatron():
         handle = patch_gpt_model(gpt())
