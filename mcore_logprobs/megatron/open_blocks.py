@@ -13,17 +13,17 @@ from torch.utils import _pytree as pytree
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.calls import Call
+from mcore_logprobs.sources.lazy_rows import saved_tensors_hooks
 
 Output = TypeVar("Output")
 
 
-# Of torch, since 2.8: the innermost hooks on saved tensors, of which a checkpoint has its own.
-_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _NUMBERS = itertools.count()  # of blocks and of patches' settings, none twice
 
 
-def _hooks_on_saved() -> object:
-    return None if _HOOKS is None or torch.compiler.is_compiling() else _HOOKS(True)
+def _hooks_around() -> object:
+    """A checkpoint's, if one is around; None in what torch.compile traces, which cannot tell."""
+    return None if torch.compiler.is_compiling() else saved_tensors_hooks()
 
 
 class OpenBlocks:
@@ -58,7 +58,7 @@ class OpenBlocks:
     @contextlib.contextmanager
     def open(self, change: Callable[[Call], Call]) -> Iterator[None]:
         number = next(_NUMBERS)
-        self._changes[number] = change, _hooks_on_saved()
+        self._changes[number] = change, _hooks_around()
         try:
             yield
         finally:
@@ -69,7 +69,7 @@ class OpenBlocks:
     @property
     def around_checkpoint(self) -> tuple[int, ...]:
         """Numbers of what a call depends on that its checkpoint does not enter again itself."""
-        inside = _hooks_on_saved()
+        inside = _hooks_around()
         blocks = (n for n, (_, at) in self._changes.items() if at is None or at != inside)
         return (self._number, *blocks)
 
@@ -96,10 +96,10 @@ class OpenBlocks:
 
         A reentrant checkpoint cannot be seen: it runs the call without a gradient.
 
-        Returns: `output`; inside a checkpoint, other hooks on saved tensors or a torch before 2.8,
-            with copies in place of its tensors that require a gradient.
+        Returns: `output`; inside a checkpoint or other hooks on saved tensors, with copies in
+            place of its tensors that require a gradient.
         """
-        if torch.compiler.is_compiling() or (_HOOKS is not None and _hooks_on_saved() is None):
+        if _hooks_around() is None:
             return output
         leaves = pytree.tree_leaves(output)
         tensors = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]

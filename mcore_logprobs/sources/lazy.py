@@ -222,7 +222,7 @@ class LazyLogits(Tensor):
         view, wants, rows = self._view, self._wants_gradient, self._view.rows
         rows.read_by_function |= self.requires_grad and not wants
         # What is computed within a checkpoint is computed again in its backward.
-        keeps = not (wants and saved_tensors_hooks())
+        keeps = not wants or saved_tensors_hooks() is None
         if keeps:
             if wants in rows.real or True in rows.real:
                 return self._shared()

@@ -393,7 +393,7 @@ class View:
         alone = (
             any(x is not None for x in of_this_call)
             or any(isinstance(x, Tensor) for x in processing)
-            or (gradient and saved_tensors_hooks())
+            or (gradient and saved_tensors_hooks() is not None)
             or torch.is_inference_mode_enabled()
             or torch.compiler.is_compiling()
         )
@@ -424,13 +424,14 @@ class View:
         return replace(source.options, batch_shape=lead).bind(*tensors)
 
 
-def saved_tensors_hooks() -> bool:
-    """Whether somebody packs what autograd saves now, as checkpoints and offloading do.
+def saved_tensors_hooks() -> object:
+    """The innermost of those that pack what autograd saves now, or None.
 
-    A torch that does not tell (2.7 and before) counts as yes: consumers then share less.
+    Checkpoints and offloading do, each with hooks of its own. A torch that does not tell (2.7 and
+    before) gives an object that equals no other.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(False) is not None
+    return object() if top is None else top(False)
 
 
 def _mean(logits: Tensor) -> Tensor:
