@@ -340,7 +340,7 @@ def _cast(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     elif name == "cpu":
         device = torch.device("cpu")
     elif name == "cuda" and not args and not kwargs:
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda")
     elif name == "to":
         kwargs = dict(kwargs)
         copy = bool(kwargs.pop("copy", False))
@@ -350,10 +350,10 @@ def _cast(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
             device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     else:
         return NOT
-    if device is not None and device != handle.device:
-        same = device.type == handle.device.type and device.index is None
-        if not same:
-            return NOT
+    if device == torch.device("cuda"):  # the current one, which may be another than the logits'
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device not in (None, handle.device):
+        return NOT
     if dtype in (None, handle.dtype):
         return _like(handle, handle.view_of_head.copy()) if copy else handle
     if dtype not in _FLOATS or handle.dtype not in _FLOATS:
