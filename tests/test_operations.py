@@ -40,6 +40,12 @@ def test_random_settings(name: str, source: str) -> None:
     passes(list(itertools.islice(drawn, DEEP)))
 
 
+@pytest.mark.night
+@pytest.mark.parametrize(("name", "source"), CALLS)
+def test_under_torch_compile(name: str, source: str) -> None:
+    passes(cases.compiled_cases(OPERATIONS[name], source))
+
+
 @pytest.mark.parametrize("name", [name for name, source in CALLS if source == "hidden"])
 def test_several_blocks_of_columns(name: str) -> None:
     passes(cases.wide_cases(OPERATIONS[name]))

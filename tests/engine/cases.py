@@ -250,6 +250,13 @@ def tampered_cases(op: Subject, source: str) -> list[Case]:
     return found
 
 
+def compiled_cases(op: Subject, source: str) -> list[Case]:
+    """By inductor, on several tiles and blocks of one rank."""
+    fixed = {"tp": 1, "budgets": "gpu", "compiled": "inductor"}
+    fixed |= {"hooks": "none", "checkpoint": "none"} if op.differentiable else {}
+    return [next(random_cases(op, source, random.Random(0), **fixed))]
+
+
 def narrow_cases() -> Iterator[Case]:
     """Every operation on shards of 7 and 127 columns, no multiple of a vector, and on wide ones."""
     rng = random.Random(0)

@@ -169,6 +169,11 @@ def _on_rank(case: Case) -> Found:
         return tuple(outputs.values())
 
     with ExitStack() as around:
+        if s.get("compiled"):
+            torch.compiler.reset()  # or the limit of what is compiled anew is reached
+            # Its entries hold freed memory where a result is a reshaped input (PyTorch 185630).
+            around.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+            call = torch.compile(call, backend=s["compiled"])
         if s.get("hooks", "none") != "none":
             around.enter_context(saved_tensors_hooks(HOOKS[s["hooks"]], lambda x: x))
         if s["autocast"]:
