@@ -49,6 +49,14 @@ def entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return ours.vocab_parallel_entropy(hidden @ weight.T)
 
 
+def lse_beside_a_rank(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Of the results before the rank, which has no gradient, one is None."""
+    stats = ours.linear_token_stats(hidden, weight, target, target_rank=True)
+    assert stats.target_rank is not None
+    assert stats.lse is not None
+    return stats.lse * (stats.target_rank + 2)
+
+
 def per_token_temperature(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     temperature = 0.5 + target.clamp(min=0) / VOCAB
     return ours.vocab_parallel_logprobs(hidden @ weight.T, target, temperature=temperature)
@@ -137,7 +145,7 @@ def test_torch_compile(function: Callable[..., Tensor]) -> None:
     "function",
     [
         *(on_logits, on_hidden, sliced, entropy, log_softmax_of_ids),
-        *(largest, largest_of_hidden, biased, kl),
+        *(largest, largest_of_hidden, biased, kl, lse_beside_a_rank),
     ],
 )
 def test_torch_compile_without_a_break(function: Callable[..., Tensor]) -> None:

@@ -300,12 +300,14 @@ class _Recompute(torch.autograd.Function):
         everything: Results = (*tensors, *saved, *(x for of_head in kept for x in of_head.tensors))
         ctx.save_for_backward(*everything)  # type: ignore[arg-type]  # None may be saved too
         ctx.set_materialize_grads(False)
+        # Integers have no gradient as it is, and to name one may cut off another's: where a result
+        # before it is None, torch.compile (2.13) takes the next one for it.
         flags = operation.differentiable or (True,) * len(results)
         ctx.mark_non_differentiable(
             *(
                 x
                 for x, flag in zip(results, flags, strict=True)
-                if x is not None and not (flag and x.is_floating_point())
+                if x is not None and x.is_floating_point() and not flag
             )
         )
         return results
