@@ -206,7 +206,8 @@ class GrpoTrainer:
         """Megatron's three outputs: the sum, the tokens that it is over, and what to report."""
         loss, tokens, g = stats.policy_loss, micro.mask.sum(), self.config.grpo
         clip = {"clip_low": g.clip_low, "clip_high": g.clip_high}
-        clipped = clip_fraction(stats.logprobs, micro.old_logprobs, micro.advantages, **clip).sum()
+        clipped = clip_fraction(stats.logprobs, micro.old_logprobs, micro.advantages, **clip)
+        clipped = clipped.masked_fill(~micro.mask, 0.0).sum()
         return loss, tokens.int(), torch.stack([loss.detach().double(), clipped, tokens])
 
     def run(

@@ -81,6 +81,14 @@ def test_an_unbiased_kl_has_the_gradient_of_kl(kl):
     torch.testing.assert_close(ours, theirs)
 
 
+def test_an_unbiased_k3_of_impossible_tokens():
+    """q / p_old where p is 0, also where q is; inf where only q is."""
+    log_p, log_q = torch.tensor([-torch.inf, -torch.inf, -1.0]), torch.tensor([-0.5, 0.0, 0.0])
+    log_q[1:] = -torch.inf
+    found = losses.kl_unbiased(log_p, log_q, torch.full((3,), -2.0))
+    torch.testing.assert_close(found, torch.tensor([math.exp(1.5), 0.0, torch.inf]))
+
+
 def test_an_unbiased_k3_is_right_near_and_far():
     log_p = torch.tensor([-1.0, -1.0, -1.0, -150.0, -1.0, -torch.inf], dtype=torch.float32)
     log_q = torch.tensor([-1.001, -1.0001, -101.0, -50.0, -1.9, -2.0], dtype=torch.float32)
@@ -279,9 +287,13 @@ A, B = torch.zeros(3, 3), torch.zeros(3)
         (lambda: losses.ClippedLoss()(A, None, None, A), r"old_logprobs: .*got NoneType"),
         (lambda: losses.ReinforceLoss()(A, None, B), r"advantages: .*got \(3,\)"),
         (lambda: losses.ClippedLoss(entropy_coef=1.0)(A, B, A, A), r"entropy: .*got \(3,\)"),
-        (lambda: losses.truncated_importance_weights(A, B), r"logprobs: .*got \(3,\)"),
+        (lambda: losses.truncated_importance_weights(A, B), r"rollout_logprobs: .*got \(3,\)"),
         (lambda: losses.clip_fraction(A, A, B), r"advantages: .*got \(3,\)"),
-        (lambda: losses.GSPOLoss().second_pass(A, B, A, A), r"logprobs: .*got \(3,\)"),
+        (lambda: losses.GSPOLoss().second_pass(A, B, A, A), r"^old_logprobs: .*got \(3,\)"),
+        (
+            lambda: losses.off_policy_sequence_mask(A, B, A, A, delta=1.0),
+            r"^rollout_logprobs: .*\(3, 3\) of the others, got \(3,\)",
+        ),
         (lambda: losses.GSPOLoss().second_pass(A, A, A, B), r"mask: .*got \(3,\)"),
         (lambda: losses.M2POLoss().second_pass(A, A, A, B), r"mask: .*got \(3,\)"),
         (lambda: losses.rejection_mask(A, A, B, high=1.0), r"mask: .*got \(3,\)"),

@@ -139,8 +139,10 @@ def test_advantages_say_which_dimension_they_are_of():
     assert torch.equal(
         found, objective.second_pass(x["new"], x["old"], x["a"], x["mask"])["advantages"]
     )
-    with pytest.raises(ValueError, match=r"advantages: expected 2 dimensions, \[b, 1\] for one"):
+    with pytest.raises(ValueError, match=r"shape \(6, 6\), or \[b, 1\] for one"):
         objective.second_pass(x["new"], x["old"], each, x["mask"])
+    with pytest.raises(ValueError, match=r"or \[b, 1\] for one .*, got shape \(1, 6\)"):
+        objective.second_pass(x["new"], x["old"], each.unsqueeze(0), x["mask"])
     turned = [value.t() for value in (x["new"], x["old"], x["mask"])]
     with pytest.raises(ValueError, match=r"advantages: .*\[1, b\] for one value per sequence"):
         objective.second_pass(*turned[:2], each, turned[2], seq_dim=0)
@@ -229,3 +231,32 @@ def test_adaptive_entropy():
     assert control.after(torch.ones(3), mask * 0) is control
     with pytest.raises(ValueError, match="entropy: expected finite numbers, got a mean of nan"):
         control.after(torch.tensor([torch.nan, 1.0, 1.0]), mask)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        losses.IPOLoss(),
+        losses.DPPOLoss(),
+        losses.DPPOLoss(divergence="kl"),
+        losses.SPOLoss(),
+        losses.ClippedLoss(),
+    ],
+)
+def test_tensors_of_less_precision(objective):
+    """Their numbers count, not their dtype's arithmetic."""
+    x = token_batch(rows=8, length=300)
+    low = [x["old"].bfloat16(), x["a"].bfloat16()]
+    expected = objective(x["new"], None, *(tensor.float() for tensor in low))
+    assert torch.equal(objective(x["new"], None, *low), expected)
+
+
+def test_rejection_by_log_probabilities_of_less_precision():
+    x = token_batch(rows=8, length=300)
+    old, mask = x["old"].bfloat16(), torch.ones_like(x["new"])
+    found, expected = (
+        losses.rejection_mask(x["new"], given, mask, estimator="binary", high=0.01)
+        for given in (old, old.float())
+    )
+    assert torch.equal(found, expected)
+    assert 0 < expected.sum() < expected.numel()

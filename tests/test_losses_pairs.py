@@ -189,6 +189,7 @@ _COLUMN = torch.zeros(4, 1)
         (lambda: losses.dpo_loss(*_PAIR, _COLUMN, _PAIR[0]), "ref_chosen: expected the shape"),
         (lambda: losses.dpo_loss(*_PAIR, _PAIR[0], _COLUMN), "ref_rejected: expected the shape"),
         (lambda: losses.dpo_advantages(*_PAIR, _COLUMN, _COLUMN), "ref_chosen: expected the shape"),
+        (lambda: losses.dpo_advantages(*_PAIR, 0.0, 0.0), "ref_chosen: expected a torch.Tensor"),
         (lambda: losses.kto_loss(*_PAIR, _PAIR[0] > 0, _COLUMN), "reference: expected a scalar"),
         (lambda: losses.kto_loss(*_PAIR, _PAIR[0], 0.0), "desirable: expected a bool tensor"),
         (lambda: losses.kl_k1(_PAIR[0], _COLUMN), "ref_logprobs: expected the shape"),

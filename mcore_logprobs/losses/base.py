@@ -83,9 +83,9 @@ def times(weight: Tensor, value: Tensor) -> Tensor:
     return weight * value.masked_fill(weight == 0.0, 0.0)
 
 
-def log_ratio_of(logprobs: Tensor, other: Tensor) -> Tensor:
-    """log p / q of log-probabilities of one shape, without gradient."""
-    check_shape("logprobs", other, logprobs)
+def log_ratio_of(logprobs: Tensor, other: Tensor, name: str) -> Tensor:
+    """log p / q of log-probabilities of one shape, without gradient; `name` is q's."""
+    check_shape(name, other, logprobs)
     return logprobs.detach() - other.detach()
 
 
@@ -93,15 +93,19 @@ def check_advantages(advantages: Tensor, logprobs: Tensor, seq_dim: int) -> None
     """Advantages that broadcast to the log-probabilities, and say along which dimension.
 
     Raises:
-        ValueError: another shape or device, or several values in fewer dimensions: of a square
-            batch nothing else tells `[b]` from `[s]`.
+        ValueError: another shape or device, or several values in fewer dimensions or for each
+            position: of a square batch nothing else tells `[b]` from `[s]`.
     """
     check_broadcasts("advantages", advantages, logprobs.shape, logprobs.device)
-    if advantages.numel() != 1 and advantages.dim() != logprobs.dim():
+    several = advantages.numel() != 1
+    sequences = list(logprobs.shape)
+    if advantages.dim() == logprobs.dim() and -logprobs.dim() <= seq_dim < logprobs.dim():
+        sequences[seq_dim] = advantages.shape[seq_dim]
+    if several and list(advantages.shape) != sequences:
         per_sequence = "[b, 1]" if seq_dim % max(1, logprobs.dim()) else "[1, b]"
         raise ValueError(
-            f"advantages: expected {logprobs.dim()} dimensions, {per_sequence} for one value per "
-            f"sequence, got shape {tuple(advantages.shape)}"
+            f"advantages: expected a scalar, shape {tuple(logprobs.shape)}, or {per_sequence} for "
+            f"one value per sequence, got shape {tuple(advantages.shape)}"
         )
 
 
@@ -190,7 +194,7 @@ def kl_unbiased(
     log_ratio = log_ratio.masked_fill((ratio == 0.0) | log_ratio.isinf(), 0.0)
     far = exp_within(ref_logprobs - old_logprobs) - ratio - ratio * log_ratio
     value = torch.where(near, ratio * (torch.expm1(small) - small), far)
-    return value.masked_fill(ref_logprobs.isinf(), torch.inf)
+    return value.masked_fill(ref_logprobs.isinf() & ~logprobs.isinf(), torch.inf)
 
 
 def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
@@ -200,7 +204,8 @@ def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
 
     inf where q is 0 or 1 and p is not; no epsilon.
     """
-    log_p, log_q = (x.detach().clamp(max=0.0) for x in (logprobs, other))
+    dtype = torch.promote_types(logprobs.dtype, other.dtype)
+    log_p, log_q = (x.detach().to(dtype).clamp(max=0.0) for x in (logprobs, other))
     p, rest_p, rest_q = log_p.exp(), -log_p.expm1(), -log_q.expm1()
     token = (p * (log_p - log_q)).masked_fill(p == 0.0, 0.0)
     return token + (rest_p * (rest_p.log() - rest_q.log())).masked_fill(rest_p == 0.0, 0.0)
@@ -296,7 +301,7 @@ class TokenLoss(SuggestsFields):
             check_tensor("logprobs", logprobs)
             check_tensor("advantages", advantages)
             check_advantages(advantages, logprobs, seq_dim)
-            log_ratio = log_ratio_of(logprobs, old_logprobs)
+            log_ratio = log_ratio_of(logprobs, old_logprobs, "old_logprobs")
             valid_mask = counted(mask, logprobs, seq_dim)
             if self._of_batch:
                 check_call(None, group, logprobs.device)
@@ -323,7 +328,9 @@ class TokenLoss(SuggestsFields):
             )
         for name, tensor in zip(names, tensors, strict=True):
             check_shape(name, tensor, logprobs)
-        given = {name: tensor.detach() for name, tensor in zip(names, tensors, strict=True)}
+        given = {
+            name: _widened(tensor, logprobs) for name, tensor in zip(names, tensors, strict=True)
+        }
         return self.of_token(logprobs, entropy, given)
 
     def of_token(self, logprobs: Tensor, entropy: Tensor | None, given: Given) -> Tensor:
@@ -351,6 +358,13 @@ class TokenLoss(SuggestsFields):
     def penalty(self, logprobs: Tensor, entropy: Tensor | None, given: Given) -> Tensor | None:
         """The term that it does not mask."""
         return None
+
+
+def _widened(tensor: Tensor, logprobs: Tensor) -> Tensor:
+    """Without gradient; in bfloat16 e^log p would have fewer digits than the new policy's."""
+    if not tensor.is_floating_point():
+        return tensor.detach()
+    return tensor.detach().to(torch.promote_types(tensor.dtype, logprobs.dtype))
 
 
 class _Wrapped(TokenLoss):

@@ -223,7 +223,7 @@ def aggregation(
     Shape:
         mask (bool or 0/1): `[b, s]` (`[s, b]` with seq_dim=0), all sequences of this data-parallel
         rank in this step, all micro-batches; whole sequences under context parallelism. The weights
-        are `[b, s]` too: shard them like the losses (`context_parallel_shard`).
+        are `[b, s]` too, to be sharded like the losses (`context_parallel_shard`).
 
     Args:
         length: of "constant": Dr. GRPO's is the longest answer allowed.

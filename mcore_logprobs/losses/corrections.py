@@ -58,7 +58,11 @@ def truncated_importance_weights(
         `[...]`, `[...]` -> `[...]`. train_logprobs are of the weights that rolled out.
     """
     check_bounds("floor", floor, "cap", cap)
-    return log_ratio_of(train_logprobs, rollout_logprobs).exp().clamp(min=floor, max=cap)
+    return (
+        log_ratio_of(train_logprobs, rollout_logprobs, "rollout_logprobs")
+        .exp()
+        .clamp(min=floor, max=cap)
+    )
 
 
 def masked_importance_weights(
@@ -73,7 +77,9 @@ def masked_importance_weights(
         as `truncated_importance_weights`.
     """
     check_bounds("low", low, "high", high)
-    return _inside(log_ratio_of(train_logprobs, rollout_logprobs).exp(), low, high)
+    return _inside(
+        log_ratio_of(train_logprobs, rollout_logprobs, "rollout_logprobs").exp(), low, high
+    )
 
 
 def masked_sequence_weights(
@@ -136,7 +142,7 @@ def truncated_sequence_weights(
     s = _sequence_ratio(train_logprobs, rollout_logprobs, mask, ratio, seq_dim).clamp(max=cap)
     if veto is None:
         return s
-    low = log_ratio_of(train_logprobs, rollout_logprobs) < math.log(veto)
+    low = log_ratio_of(train_logprobs, rollout_logprobs, "rollout_logprobs") < math.log(veto)
     vetoed = (low & counted(mask, low, seq_dim)).any(seq_dim, keepdim=True)
     return s.masked_fill(vetoed & ~s.isnan(), 0.0)
 
@@ -161,7 +167,7 @@ def sequence_masked_importance_weights(
     check_bounds("low", low, "high", high)
     mean = _sequence_ratio(train_logprobs, rollout_logprobs, mask, "mean", seq_dim)
     kept = torch.where(counted(mask, mask, seq_dim), _inside(mean, low, high, weighted=False), 0.0)
-    return times(kept, log_ratio_of(train_logprobs, rollout_logprobs).exp())
+    return times(kept, log_ratio_of(train_logprobs, rollout_logprobs, "rollout_logprobs").exp())
 
 
 def off_policy_sequence_mask(
@@ -193,7 +199,8 @@ def off_policy_sequence_mask(
     """
     check_not_negative("delta", delta)
     check_advantages(advantages, logprobs, seq_dim)
-    drift = sequence_mean(log_ratio_of(rollout_logprobs, logprobs), mask, seq_dim=seq_dim)
+    log_ratio = log_ratio_of(logprobs, rollout_logprobs, "rollout_logprobs")
+    drift = sequence_mean(-log_ratio, mask, seq_dim=seq_dim)
     near = _inside(drift, -math.inf, delta, weighted=False)
     kept = torch.where(advantages.detach() < 0.0, near, 1.0)
     return kept.to(logprobs.dtype).expand_as(logprobs)
@@ -235,7 +242,9 @@ def rejection_mask(
         check_number(name, bound)
     if not low <= high:
         raise ValueError(f"low, high: expected low <= high, got {low!r}, {high!r}")
-    valid_mask = counted(mask, log_ratio_of(train_logprobs, rollout_logprobs), seq_dim)
+    valid_mask = counted(
+        mask, log_ratio_of(train_logprobs, rollout_logprobs, "rollout_logprobs"), seq_dim
+    )
     p, q = rollout_logprobs.detach(), train_logprobs.detach()
     if estimator == "binary":
         distance = torch.maximum(binary_kl(p, q), binary_kl(q, p))
@@ -255,7 +264,9 @@ def _sequence_ratio(
     """Product, or geometric mean, of a sequence's ratios."""
     check_choice("ratio", ratio, ("product", "mean"))
     reduce = sequence_sum if ratio == "product" else sequence_mean
-    return reduce(log_ratio_of(train_logprobs, rollout_logprobs), mask, seq_dim=seq_dim).exp()
+    return reduce(
+        log_ratio_of(train_logprobs, rollout_logprobs, "rollout_logprobs"), mask, seq_dim=seq_dim
+    ).exp()
 
 
 def _inside(values: Tensor, low: float, high: float, *, weighted: bool = True) -> Tensor:

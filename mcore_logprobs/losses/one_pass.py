@@ -112,7 +112,7 @@ def clip_fraction(
     for (name, check), value in zip(CLIP, (clip_low, clip_high), strict=True):
         check(name, value)
     check_shape("advantages", advantages, logprobs)
-    ratio = log_ratio_of(logprobs, old_logprobs).exp()
+    ratio = log_ratio_of(logprobs, old_logprobs, "old_logprobs").exp()
     high = (advantages > 0.0) & (ratio > 1.0 + clip_high)
     low = (advantages < 0.0) & (ratio < 1.0 - clip_low)
     return torch.where(ratio.isnan() & (advantages != 0.0), ratio, (high | low).float()).float()

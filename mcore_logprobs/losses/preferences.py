@@ -61,7 +61,8 @@ def dpo_loss(
 
     Shape:
         sequences' log-probabilities (see `sequence_sum`), `[...]` each -> `[...]`. Differentiable.
-        A reference may be a scalar (of 0: without one). TRL takes means (`sequence_mean`) for ipo.
+        A reference may be a scalar tensor; `torch.tensor(0.0)` means none. TRL takes means
+        (`sequence_mean`) for ipo.
 
     Raises:
         ValueError: an unknown loss_type, a label_smoothing that it does not take, shapes that
@@ -149,6 +150,8 @@ def dpo_advantages(
         as `dpo_loss` -> (for the chosen, for the rejected), `[...]` each, without gradient.
     """
     settings = {"beta": beta, "label_smoothing": label_smoothing, "loss_type": loss_type}
+    for name, reference in (("ref_chosen", ref_chosen), ("ref_rejected", ref_rejected)):
+        check_tensor(name, reference)
     refs = {"ref_chosen": ref_chosen.detach(), "ref_rejected": ref_rejected.detach()}
     on_chosen, on_rejected = preference_advantages(dpo_loss, chosen, rejected, **refs, **settings)
     return on_chosen, on_rejected

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401 (once, for the ran
 import yaml
 from rl import checkpoint, checks
 from rl.config import SetupError, load_config, override, validate
-from rl.data import group_advantages
+from rl.data import IGNORE, Batch, group_advantages
 from rl.layout import Layout, on_main
 from rl.optim import global_grad_norm
 from rl.report import run_steps
@@ -439,6 +440,29 @@ def _engine_s_calls(out: str) -> list[str]:
 def test_an_engine_that_sleeps_gets_weights_before_it_answers(ranks: Ranks, tmp_path: Path) -> None:
     step = ["generate", "sleep", "sync", "generate"]  # the last one evaluates
     assert ranks(1).run(_engine_s_calls, str(tmp_path))[0] == ["generate", *step, *step]
+
+
+@pytest.mark.parametrize("impossible", [True, False])
+def test_a_token_outside_of_the_filter_is_not_clipped(impossible: bool) -> None:
+    """It has the label IGNORE and the log-probability 0, whatever the old policy gave it."""
+    z = torch.zeros(1, 4)
+    old = torch.tensor([[-1.0, -1.0, -1.0, -torch.inf if impossible else -1.0]])
+    labels = torch.tensor([[3, 4, 5, IGNORE]])
+    micro = Batch(
+        tokens=z.long(),
+        labels=labels,
+        advantages=z + 0.5,
+        rollout_logprobs=z - 1,
+        old_logprobs=old,
+        ref_logprobs=z - 1,
+        weights=z + 1,
+    )
+    new = torch.tensor([[-1.0, -1.0, -0.5, 0.0]])  # one ratio is e^0.5
+    stats = SimpleNamespace(logprobs=new, policy_loss=torch.tensor(0.0))
+    grpo = SimpleNamespace(clip_low=0.2, clip_high=0.28)
+    own = SimpleNamespace(config=SimpleNamespace(grpo=grpo))
+    _, _, sums = GrpoTrainer.loss_of_micro_batch(own, micro, stats)  # type: ignore[arg-type]
+    assert sums.tolist() == [0.0, 1.0, 3.0]
 
 
 def test_steps_under_top_p(ranks: Ranks) -> None:
