@@ -135,7 +135,9 @@ class ParallelGroups:
     def from_device_mesh(cls, mesh: Any, *, tp: str = "tp", cp: str = "cp") -> ParallelGroups:
         """The groups of a `torch.distributed.DeviceMesh`'s dimensions named `tp` and `cp`.
 
-        A dimension that the mesh lacks is one process.
+        A dimension that the mesh lacks is None here, of one process. To a function `tp_group=None`
+        means Megatron's group, and on several ranks without one it raises: for a vocabulary that is
+        not sharded pass a group of this rank alone.
 
         Raises:
             ValueError: the mesh has no named dimensions, or neither of the two.

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mcore_logprobs
-from mcore_logprobs import losses
+from mcore_logprobs import diagnostics, losses
 from mcore_logprobs.config import add_logprob_args
 from tests.helpers.documents import (
     PAGES,
@@ -308,6 +308,12 @@ def test_every_public_name_has_its_place_in_the_api() -> None:
     text = "".join(page.read_text() for page in API)
     entry = r"^## (\w+)\n\n(?:(?!## ).*\n)*?<!-- api: mcore_logprobs\.\1 -->$"
     assert set(PUBLIC) - set(re.findall(entry, text, flags=re.M)) == set()
+    named = set(
+        re.findall(
+            entry.replace("mcore_logprobs", r"mcore_logprobs\.diagnostics"), text, flags=re.M
+        )
+    )
+    assert set(diagnostics.__all__) == named
 
 
 @pytest.mark.parametrize("page", API, ids=page_name)

@@ -59,7 +59,7 @@ NEXT = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
     ("labels", "vocab_size", "said"),
     [
         (NEXT, 24, "100% are the next one"),
-        (NEXT, None, "the largest label is 23; add the tokenizer's size as vocab_size"),
+        (NEXT, None, "the largest label is 23; add the vocabulary's size (len"),
         (NEXT.masked_fill(IDS > 4, -100), 24, "5 of 24 labels count (not -100)"),
         (IDS, 24, "MISTAKE labels: expected the token after each input, got the input's own at 22"),
         (IDS + 2, 99, "got the one after that at 100% of the positions; shift them once"),

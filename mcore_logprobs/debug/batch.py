@@ -144,10 +144,12 @@ def _of_ids(
     """Problems of ids, of labels that are given; what is known of their range goes to the facts."""
     largest = int(labels.max()) if labels.numel() else -1
     if vocab_size is None:
-        facts.append(
-            f"the largest label is {largest}; add the tokenizer's size as vocab_size, and pass it "
-            "to LogprobConfig, or the columns that pad the vocabulary have probability"
-        )
+        if largest >= 0:
+            facts.append(
+                f"the largest label is {largest}; add the vocabulary's size (len(tokenizer) or the "
+                "model config's) as vocab_size, and pass it to LogprobConfig, or the columns that "
+                "pad the vocabulary have probability"
+            )
         vocab_size = torch.iinfo(torch.int64).max
     problems = []
     for name, ids, more in (("input_ids", input_ids, ""), ("labels", labels, " or ignore_index")):

@@ -13,7 +13,18 @@ Alignment = Literal["right", "labels late", "labels early", "values late", "valu
 
 @dataclass(frozen=True)
 class Settings:
-    """What one side computed. The defaults are the right ones; see mismatch.py."""
+    """What one side computed. The defaults are the right ones.
+
+    Attributes:
+        alignment: how its values stand to the targets.
+        stale_weights: whether it had the weights before the last update.
+        trainer_layers, engine_layers: whether its hidden states have the rounding of the trainer's,
+            or of the engine's, layers.
+        padding_counted: whether the columns that pad the vocabulary have probability.
+        bf16_logits: whether logits were rounded to bfloat16.
+        temperature_applied, filter_applied: whether the sampler's temperature, and its filters,
+            were.
+    """
 
     alignment: Alignment = "right"
     stale_weights: bool = False

@@ -53,8 +53,8 @@ class PatchHandle:
     model again. With `use_reentrant=False` a backward outside it raises.
 
     Attributes:
-        reports: a `HeadReport` for each head of this rank (none on stages without one), as of
-            patching.
+        reports: for each head of this rank (none on stages without one), as of patching, whether
+            it is `fusable`, and else for what `reason`.
     """
 
     def __init__(
@@ -141,6 +141,11 @@ class PatchHandle:
 
         Shape: per-token tensors `[b, s, ...]` like labels (`[b, s/CP]` under context parallelism),
             without gradient.
+
+        Args:
+            denominator: tokens of the step over all ranks, divided by what the trainer divides by
+                itself (DDP and FSDP: their ranks; Megatron: ranks and micro-batches), as
+                `aggregation` computes it.
 
         Raises:
             ValueError: arguments of another kind, on every stage; in the call, shapes unlike

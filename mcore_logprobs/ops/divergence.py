@@ -244,7 +244,7 @@ def vocab_parallel_soft_cross_entropy(
     KL(q || p) plus the teacher's entropy: the same gradient, `p - q`, and only for the student.
 
     Shape:
-        student_logits, teacher_logits `[..., V/TP]` -> float32 `[...]`.
+        student_logits, teacher_logits `[..., V/TP]` -> float32 `[...]`, float64 of float64 logits.
 
     Collectives: forward one all-gather of `[6, n]` float32 over TP, backward none.
 

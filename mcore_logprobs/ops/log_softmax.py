@@ -111,8 +111,8 @@ def vocab_parallel_log_softmax(
     `vocab_parallel_token_stats` or `vocab_parallel_gather`.
 
     Shape:
-        vocab_parallel_logits `[..., V/TP]` -> float32 `[..., V/TP]`, normalized over all V columns;
-        -inf at columns at or past vocab_size.
+        vocab_parallel_logits `[..., V/TP]` -> float32 `[..., V/TP]` (float64 of float64 logits),
+        normalized over all V columns; -inf at columns at or past vocab_size.
 
     Collectives: forward one all-gather of `[3, n]` float32 over TP, backward one all-reduce of
     `[n]` (grad_output's sum over the whole vocabulary).

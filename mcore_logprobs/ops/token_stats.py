@@ -129,7 +129,8 @@ def vocab_parallel_logprobs(
     Differentiable.
 
     Shape:
-        vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> float32 `[...]`.
+        vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> float32 `[...]`,
+        float64 of float64 logits.
 
     Collectives: one all-gather of `[3, n]` float32 over TP forward, none backward.
 
@@ -147,7 +148,7 @@ def vocab_parallel_entropy(
     """Return the entropy, -sum p log p over the whole vocabulary, in nats; differentiable.
 
     Shape:
-        vocab_parallel_logits `[..., V/TP]` -> float32 `[...]`.
+        vocab_parallel_logits `[..., V/TP]` -> float32 `[...]`, float64 of float64 logits.
 
     Collectives: one all-gather of `[4, n]` float32 over TP forward, none backward.
 

@@ -153,7 +153,7 @@ def reader_names() -> dict[str, Any]:
         "weight": weight,
         "logits": logits,
         "stats": stats,
-        "tokenizer": types.SimpleNamespace(vocab_size=64),
+        "hf_config": types.SimpleNamespace(vocab_size=64),
         "tp": None,
         "old_logprobs": stats.logprobs,
         "train_logprobs": stats.logprobs,
