@@ -205,7 +205,8 @@ def aggregation(
     length=1 of "constant" is the mean over sequences of their tokens' sums. Sequences and prompts
     without a token, such as those that a rejection mask leaves nothing of, are not counted; with
     count_empty they are, as verl's trainer and SkyRL count them. Weights are 0 outside the mask;
-    where there are none, such tokens need the label ignore_index.
+    where there are none, such tokens need the label ignore_index. D is at least 1: a step without
+    any token has the loss 0.
 
     The trainer divides too; the denominator is D / (averaged_ranks * micro_batches), so that what
     is left is the gradient of the sum over all ranks and micro-batches over D:

@@ -269,7 +269,7 @@ def linear_token_stats(
     LoRA's A are summed over TP: every rank gets the sum. The gradient of B is of this rank's rows.
 
     Collectives: forward one all-gather of `[k, n]` float32 over TP; target_rank adds one all-reduce
-    of `[rows]` per tile. Backward one all-reduce of dHidden per tile, in float32, while the next
+    of `[rows]` per tile (`[2, rows]` with a bias). Backward one all-reduce of dHidden per tile, in float32, while the next
     tile is computed. Sequence parallelism makes it a reduce-scatter, and gathers each tile of
     hidden, forward and backward, while the tile before it is computed. If a LoRA's A requires a
     gradient, the backward ends in one all-reduce of `[r, h]` float32.
