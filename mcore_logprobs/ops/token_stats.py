@@ -269,10 +269,10 @@ def linear_token_stats(
     LoRA's A are summed over TP: every rank gets the sum. The gradient of B is of this rank's rows.
 
     Collectives: forward one all-gather of `[k, n]` float32 over TP; target_rank adds one all-reduce
-    of `[rows]` per tile (`[2, rows]` with a bias). Backward one all-reduce of dHidden per tile, in float32, while the next
-    tile is computed. Sequence parallelism makes it a reduce-scatter, and gathers each tile of
-    hidden, forward and backward, while the tile before it is computed. If a LoRA's A requires a
-    gradient, the backward ends in one all-reduce of `[r, h]` float32.
+    of `[rows]` per tile (`[2, rows]` with a bias). Backward one all-reduce of dHidden per tile, in
+    float32, while the next tile is computed. Sequence parallelism makes it a reduce-scatter, and
+    gathers each tile of hidden, forward and backward, while the tile before it is computed. If a
+    LoRA's A requires a gradient, the backward ends in one all-reduce of `[r, h]` float32.
 
     Memory: a chunk of logits and, where operands are bfloat16, its gradient; the gradients; for a
     bfloat16 weight without main_grad and more than one tile, dWeight in float32. Saved for
