@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
 from mcore_logprobs.config import LogprobConfig
@@ -115,6 +116,12 @@ _OTHER_BLOCKS = (
 )
 
 
+class _SameBlocksContext(FunctionCtx):
+    blocks: OpenBlocks
+    numbers: tuple[int, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+
 class _SameBlocks(torch.autograd.Function):
     """Copies of its inputs, whose backward compares the blocks of the two calls.
 
@@ -122,13 +129,15 @@ class _SameBlocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, blocks: OpenBlocks, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: _SameBlocksContext, blocks: OpenBlocks, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.blocks, ctx.numbers = blocks, blocks.around_checkpoint
         ctx.save_for_backward(torch.tensor(hash(ctx.numbers), dtype=torch.int64, device="cpu"))
         return tuple(x.clone() for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SameBlocksContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         with ctx.blocks.recomputing(ctx.numbers):
             (recomputed,) = ctx.saved_tensors  # calls the model, where nothing has before
         if recomputed.item() != hash(ctx.numbers):
