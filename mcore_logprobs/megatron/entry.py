@@ -27,7 +27,7 @@ from torch import nn
 
 from mcore_logprobs.config import ARG_PREFIX, LogprobConfig
 from mcore_logprobs.megatron.imports import after_import, replace_function
-from mcore_logprobs.megatron.patch import patch_gpt_model
+from mcore_logprobs.megatron.patch import patch_built, patch_gpt_model
 from mcore_logprobs.megatron.versions import takes
 
 TRAINING = "megatron.training.training"
@@ -84,7 +84,7 @@ def patched_model_provider(
 
     def provider(*provider_args: object, **kwargs: object) -> object:
         model = model_provider(*provider_args, **kwargs)
-        patch_gpt_model(model, _config_of(args))
+        patch_built(model, _config_of(args))
         return model
 
     functools.update_wrapper(provider, model_provider)

@@ -19,13 +19,14 @@ import argparse
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mcore_logprobs.config import LogprobConfig, add_logprob_args
 from mcore_logprobs.megatron.entry import TRAINING
+from mcore_logprobs.megatron.handle import PatchHandle
 from mcore_logprobs.megatron.heads import find_language_models
 from mcore_logprobs.megatron.imports import after_import, replace_function
-from mcore_logprobs.megatron.patch import patch_gpt_model
+from mcore_logprobs.megatron.patch import patch_built, patch_gpt_model
 from mcore_logprobs.megatron.versions import takes
 from mcore_logprobs.spelling import nearest
 
@@ -150,7 +151,7 @@ class Launcher:
             @functools.wraps(build)
             def provider(*args: object, **kwargs: object) -> object:
                 model = build(*args, **kwargs)
-                self.patch(model)
+                self.patch(model, functools.partial(patch_built, checked_later=True))
                 return model
 
             arguments["model_provider_func"] = provider
@@ -171,7 +172,11 @@ class Launcher:
         self.patch(result[0])
         self.check()
 
-    def patch(self, models: object) -> None:
+    def patch(
+        self,
+        models: object,
+        put: Callable[[object, LogprobConfig], PatchHandle] = patch_gpt_model,
+    ) -> None:
         """Patch a model or a list of chunks; a model without a language model is passed over.
 
         Raises:
@@ -187,7 +192,7 @@ class Launcher:
                 self._passed_over.append(str(error))
             return
         config = self.config()
-        handle = patch_gpt_model(models, config)
+        handle = put(models, config)
         if not self.patched and handle.reports:
             logger.info("patched %s: %s", type(language_models[0]).__name__, config)
         self.patched += len(language_models)

@@ -75,6 +75,26 @@ def patch_own_stage(model: object, config: LogprobConfig) -> PatchHandle:
     return _patched(model, config, lambda model, reason: [reason])
 
 
+def patch_built(
+    model: object, config: LogprobConfig, *, checked_later: bool = False
+) -> PatchHandle:
+    """`patch_model` of what a model provider has built.
+
+    A stage of a virtual pipeline builds several chunks one by one, and their constructors wait for
+    other stages (tied embeddings, multi-token prediction): no collective in between. There
+    `fused="require"` raises on the head's own stage only; with `checked_later`, where
+    `patch_model` follows for the list of chunks, that does.
+    """
+    chunks = find_language_models(model)
+    state = megatron_parallel_state()
+    size = getattr(state, "get_virtual_pipeline_model_parallel_world_size", lambda: None)()
+    if (size or 1) == 1 and all(getattr(chunk, "vp_stage", None) is None for chunk in chunks):
+        return patch_model(model, config)
+    if checked_later:
+        return _patched(model, config, lambda model, reason: [])
+    return patch_own_stage(model, config)
+
+
 def _patched(
     model: object,
     config: LogprobConfig | None,

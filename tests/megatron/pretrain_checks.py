@@ -191,13 +191,17 @@ def test_training_validation_and_resume(ranks, tmp_path):
 
 
 def test_pipeline_with_virtual_stages_and_mtp(ranks):
-    """Each rank patches the one head there is; the multi-token loss is logged alike."""
+    """Each rank patches the one head there is; the multi-token loss is logged alike.
+
+    Chunks of a provider are patched one by one, while their constructors wait for other stages.
+    """
     pool = ranks(2)
     expected = pool.run(pretrain, "none", PP_VPP_MTP)
     assert "mtp_1 loss" in expected[-1]["printed"]
-    got = pool.run(pretrain, "run", f"{PP_VPP_MTP} {PATCH}")
-    assert_equal_logs(got, expected)
-    assert mtp_losses(got) == pytest.approx(mtp_losses(expected), rel=1e-6)
+    for way in ("run", "provider-alone"):
+        got = pool.run(pretrain, way, f"{PP_VPP_MTP} {PATCH}")
+        assert_equal_logs(got, expected)
+        assert mtp_losses(got) == pytest.approx(mtp_losses(expected), rel=1e-6)
 
 
 def mtp_losses(runs: list[dict[str, Any]]) -> list[float]:
