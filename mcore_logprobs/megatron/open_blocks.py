@@ -89,7 +89,7 @@ class OpenBlocks:
         Raises:
             RuntimeError: it has others, and would compute something else.
         """
-        if self._expected not in (None, self.around_checkpoint):
+        if self._expected is not None and self._expected != self.around_checkpoint:
             raise RuntimeError(_OTHER_BLOCKS)
 
     def recomputable(self, output: Output) -> Output:

@@ -170,7 +170,7 @@ def _on_rank(case: Case) -> Found:
 
     with ExitStack() as around:
         if s.get("compiled"):
-            torch.compiler.reset()  # or the limit of what is compiled anew is reached
+            torch.compiler.reset()  # torch compiles one function for a limited number of cases
             # Its entries hold freed memory where a result is a reshaped input (PyTorch 185630).
             around.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
             call = torch.compile(call, backend=s["compiled"])
