@@ -78,8 +78,9 @@ def patched_model_provider(
 
     Raises:
         ValueError: when a model is built: a namespace without the flags, flags that do not make a
-            `LogprobConfig`, or what `patch_gpt_model` raises (in a virtual pipeline a head that cannot
-            be fused under `fused="require"` on its own stage only); a `pretrain` that ignores it.
+            `LogprobConfig`, or what `patch_gpt_model` raises (in a virtual pipeline a head that
+            cannot be fused under `fused="require"` on its own stage only); a `pretrain` that
+            ignores it.
     """
     after_import(TRAINING, _guard_against_ignored_provider)
 
