@@ -82,6 +82,29 @@ def test_a_finite_policy_has_a_finite_loss_and_gradient(loss, dtype):
         assert not grad[silent].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("name", "share", "slope"),
+    [
+        ("ImportanceLoss", 1.0, lambda r: 2.0 * r),
+        ("ClippedLoss", 1.0, lambda r: 2.0 * r),
+        ("SPOLoss", 0.5, lambda r: 2.0 * r * ((r - 1.0) / 0.2 + 1.0)),
+    ],
+)
+def test_a_ratio_has_a_gradient_up_to_its_bound(name, share, slope, dtype):
+    """e^70 in float32, and its root where the ratio is squared; A = -2."""
+    bound = share * 0.8 * math.log(torch.finfo(dtype).max)
+    assert dtype != torch.float32 or int(bound) == (35 if name == "SPOLoss" else 70)
+    log_ratio = torch.tensor([1.0, bound - 0.1, bound + 0.1], dtype=dtype, requires_grad=True)
+    loss = losses.OBJECTIVES[name]()(
+        log_ratio, None, torch.zeros(3, dtype=dtype), torch.full((3,), -2.0, dtype=dtype)
+    )
+    (found,) = torch.autograd.grad(loss.sum(), log_ratio)
+    expected = slope(log_ratio.detach().double().exp())
+    expected[2] = 0.0
+    torch.testing.assert_close(found.double(), expected, rtol=200 * torch.finfo(dtype).eps, atol=0)
+
+
 def has_policy(loss: losses.TokenLoss) -> bool:
     """Whether all of it is a policy term."""
     terms = any(getattr(loss, name, 0) for name in ("kl_coef", "tau", "loss"))

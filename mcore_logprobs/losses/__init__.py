@@ -14,11 +14,13 @@ log-probability before any token's gradient, so they take two passes: one withou
 numbers (`second_pass`), one with.
 
 Losses and gradients are finite if the log-probabilities are, however far apart the policies are: a
-ratio is bounded at the dtype's range (e^70 in float32), and has no gradient past it. Products may
-still overflow: squares of log ratios in float16, and `kl="k2"` with `kl_ratio=True` in float32,
-where a ratio near e^70 meets a log ratio above 2e4. A token whose
-advantage (or weight) is exactly 0 is masked: its policy term and that term's gradient are 0, also
-if its log-probability is -inf or NaN. KL and entropy terms are not masked by it.
+ratio is bounded within the dtype's range, and has no gradient past the bound: e^70 in float32, and
+e^35 in `SPOLoss`, which squares its ratio. Products may still overflow: squares of log ratios in
+float16, and `kl="k2"` with `kl_ratio=True` in float32, where a ratio near e^70 meets a log ratio
+above 2e4.
+
+A token whose advantage (or weight) is exactly 0 is masked: its policy term and that term's gradient
+are 0, also if its log-probability is -inf or NaN. KL and entropy terms are not masked by it.
 
 `RegularizedLoss` adds KL and entropy to any objective, `WeightedLoss` multiplies any by weights.
 

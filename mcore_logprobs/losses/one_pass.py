@@ -5,6 +5,7 @@ Called with (logprobs, entropy, old_logprobs, advantages), all `[...]`, where no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ from mcore_logprobs.losses.base import (
     exp_within,
     kl_and_entropy,
     kl_k2,
+    largest_exponent,
     log_ratio_of,
     times,
 )
@@ -181,7 +183,8 @@ class SPOLoss(TokenLoss):
 
         -(r A - |A| / (2 clip) (r - 1)^2)
 
-    Its best r is 1 + clip where A > 0 and 1 - clip where A < 0; past it the gradient leads back.
+    Its best r is 1 + clip where A > 0 and 1 - clip where A < 0; past it the gradient leads back,
+    as long as r is below e^35 (float32): the square of a larger one may overflow.
     """
 
     clip: float = 0.2
@@ -189,7 +192,7 @@ class SPOLoss(TokenLoss):
 
     def policy(self, logprobs: Tensor, given: Given) -> Tensor:
         # Its square is to be finite too.
-        most = torch.finfo(logprobs.dtype).max ** 0.4
+        most = math.exp(largest_exponent(logprobs.dtype) / 2.0)
         ratio = exp_within(logprobs - given["old_logprobs"], lambda r: r.clamp(max=most))
         square = given["advantages"].abs() / (2.0 * self.clip) * (ratio - 1.0).square()
         return square - ratio * given["advantages"]
