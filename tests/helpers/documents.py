@@ -59,6 +59,36 @@ def links(text: str) -> list[str]:
     return inline + re.findall(r"^\[[^\]]+\]: *(\S+)", prose, flags=re.M)
 
 
+_COMMANDS = ("bash", "cmd:", "from", "pip", "python", "torchrun", "uv")
+_LOG = r"(?:INFO|WARNING):\w+:"
+_THREE_WORDS = re.compile(r"(?:^|[ (])[A-Za-z']{2,}:? [a-z']{2,} [a-z']{2,}(?![\w(.=/])")
+
+
+def quoted_messages(text: str) -> list[str]:
+    """Errors and log lines that a page quotes, without the exception's class.
+
+    They are code in the first column of a table of messages or lines, code of three words or of an
+    exception in prose, and blocks that begin as a message does ("name: text").
+    """
+    found = []
+    for table in re.findall(r"^\| (?:message|line) \|.*\n(?:\|.*\n)*", text, flags=re.M):
+        found += [code for row in table.splitlines()[2:] for code in _codes(cells(row)[0])]
+    prose = without_code(text)
+    for code in _codes(prose):
+        says = re.match(r"\w*Error: ", code) or _THREE_WORDS.search(code)
+        if says and code.split()[0] not in _COMMANDS and code not in found:
+            found.append(code)
+    for block in fenced(text, "text") + re.findall(r"(?:^|\n)\n((?: {4}.*\n)+)", text):
+        lines = re.split(rf"\n\s*(?={_LOG})", block.strip())
+        found += [line for line in lines if re.match(rf"{_LOG}|[\w.]+(?: \w+)?: ", line)]
+    found = [re.sub(rf"^(?:\w*Error: |{_LOG})", "", " ".join(message.split())) for message in found]
+    return list(dict.fromkeys(found))
+
+
+def _codes(text: str) -> list[str]:
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+
+
 def cells(line: str) -> list[str]:
     """A row of a table."""
     return [cell.strip() for cell in line.strip("|").split("|")]
