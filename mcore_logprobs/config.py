@@ -20,7 +20,7 @@ import torch
 
 from mcore_logprobs import checks, fields
 from mcore_logprobs.kernels.backend import BACKENDS
-from mcore_logprobs.spelling import SuggestsFields
+from mcore_logprobs.spelling import SuggestsFields, suggesting
 from mcore_logprobs.vocabulary import true_vocab_size
 
 ARG_PREFIX = "logprob_"
@@ -349,6 +349,7 @@ def _similar(key: str, known: Iterable[str]) -> list[str]:
     return shortened or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
 
 
+@suggesting
 def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group `mcore_logprobs` of `--logprob-*` flags, one for each `LogprobConfig` field.
 

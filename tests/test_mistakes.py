@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 import copy
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
+import mcore_logprobs
 from mcore_logprobs import (
     LogprobConfig,
     context_parallel_gather,
@@ -16,6 +18,7 @@ from mcore_logprobs import (
     context_parallel_shard,
     context_parallel_shift,
     linear_token_stats,
+    losses,
     patch_model,
     vocab_parallel_logprobs,
 )
@@ -98,3 +101,29 @@ def test_misspelt_keywords_of_everything_else() -> None:
         misspelt = keyword[:-1] + keyword[-1] * 2
         with pytest.raises(TypeError, match=f"{misspelt!r}; did you mean {keyword}"):
             call(**{misspelt: 1})
+
+
+# Those that pass other keywords on are not among them.
+FUNCTIONS = {
+    name: function
+    for module in (mcore_logprobs, losses)
+    for name in module.__all__
+    if inspect.isfunction(function := getattr(module, name))
+    and name not in ("logprob_output_processor", "preference_advantages")
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_public_function_suggests_the_nearest_keyword(name: str) -> None:
+    for keyword in inspect.signature(FUNCTIONS[name]).parameters:
+        if len(keyword) >= 4:
+            misspelt = keyword + keyword[-1]
+            with pytest.raises(TypeError, match=rf"\(\) .*{misspelt!r}; did you mean {keyword}\?"):
+                FUNCTIONS[name](**{misspelt: 1})
+
+
+def test_a_keyword_cut_short() -> None:
+    with pytest.raises(TypeError, match="'mod'; did you mean mode"):
+        losses.aggregation(IDS, mod="token")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'ag'$"):  # unlike every keyword of this function
+        linear_token_stats(HIDDEN, WEIGHT, IDS, ag=1)  # type: ignore[call-arg]

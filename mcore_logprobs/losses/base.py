@@ -23,7 +23,7 @@ from mcore_logprobs.checks import (
     one_of,
 )
 from mcore_logprobs.consistency import check_call, comparing
-from mcore_logprobs.spelling import SuggestsFields
+from mcore_logprobs.spelling import SuggestsFields, suggesting
 
 __all__ = [
     "KL",
@@ -109,6 +109,7 @@ def check_advantages(advantages: Tensor, logprobs: Tensor, seq_dim: int) -> None
         )
 
 
+@suggesting
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """log p/q per token, x ~ p: unbiased for KL(p, q), may be negative.
 
@@ -125,6 +126,7 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return logprobs - ref_logprobs
 
 
+@suggesting
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """(log p/q)^2 / 2: biased, low variance.
 
@@ -141,6 +143,7 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return _or_infinite(0.5 * log_ratio.square(), infinite, logprobs, ref_logprobs)
 
 
+@suggesting
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """q/p - 1 - log q/p: unbiased and never negative; the KL term of GRPO.
 
@@ -169,6 +172,7 @@ def _or_infinite(value: Tensor, infinite: Tensor, logprobs: Tensor, ref_logprobs
 KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
+@suggesting
 def kl_unbiased(
     logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, *, kl: str = "k3"
 ) -> Tensor:
@@ -256,6 +260,7 @@ class TokenLoss(SuggestsFields):
     def passes(self) -> int:
         return self._passes
 
+    @suggesting
     def second_pass(
         self,
         logprobs: Tensor,
@@ -473,6 +478,7 @@ def kl_and_entropy(
     return sum(terms[1:], terms[0]) if terms else None
 
 
+@suggesting
 def sequence_sum(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
     """Each sequence's sum over its unmasked tokens, kept in shape to broadcast back.
 
@@ -488,6 +494,7 @@ def sequence_sum(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
     return torch.where(counted(mask, values, seq_dim), values, 0.0).sum(seq_dim, keepdim=True)
 
 
+@suggesting
 def sequence_mean(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
     """Each sequence's mean over its unmasked tokens; 0 where there is none.
 

@@ -25,11 +25,12 @@ from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_re
 from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.groups import group_rank
 from mcore_logprobs.losses.base import check_tensor, counted
-from mcore_logprobs.spelling import SuggestsFields
+from mcore_logprobs.spelling import SuggestsFields, suggesting
 
 __all__ = ["AdaptiveEntropy", "Aggregation", "aggregation", "top_entropy_mask"]
 
 
+@suggesting
 def top_entropy_mask(
     entropy: Tensor, mask: Tensor, *, share: float = 0.2, group: ProcessGroup | None = None
 ) -> Tensor:
@@ -133,6 +134,7 @@ class AdaptiveEntropy(SuggestsFields):
     def coef(self) -> float:
         return self.value if self.entropy is not None and self.entropy <= self.target else 0.0
 
+    @suggesting
     def after(
         self, entropy: Tensor, mask: Tensor, *, group: ProcessGroup | None = None
     ) -> AdaptiveEntropy:
@@ -180,6 +182,7 @@ class Aggregation(SuggestsFields):
     weights: Tensor | None = None
 
 
+@suggesting
 def aggregation(
     mask: Tensor,
     *,

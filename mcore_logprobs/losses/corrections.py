@@ -32,6 +32,7 @@ from mcore_logprobs.losses.base import (
     sequence_sum,
     times,
 )
+from mcore_logprobs.spelling import suggesting
 
 __all__ = [
     "masked_importance_weights",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 
+@suggesting
 def truncated_importance_weights(
     train_logprobs: Tensor, rollout_logprobs: Tensor, *, cap: float = 2.0, floor: float = 0.0
 ) -> Tensor:
@@ -65,6 +67,7 @@ def truncated_importance_weights(
     )
 
 
+@suggesting
 def masked_importance_weights(
     train_logprobs: Tensor, rollout_logprobs: Tensor, *, low: float = 0.5, high: float = 5.0
 ) -> Tensor:
@@ -82,6 +85,7 @@ def masked_importance_weights(
     )
 
 
+@suggesting
 def masked_sequence_weights(
     train_logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -114,6 +118,7 @@ def masked_sequence_weights(
     return _inside(s, low, high, weighted=weighted)
 
 
+@suggesting
 def truncated_sequence_weights(
     train_logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -147,6 +152,7 @@ def truncated_sequence_weights(
     return s.masked_fill(vetoed & ~s.isnan(), 0.0)
 
 
+@suggesting
 def sequence_masked_importance_weights(
     train_logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -170,6 +176,7 @@ def sequence_masked_importance_weights(
     return times(kept, log_ratio_of(train_logprobs, rollout_logprobs, "rollout_logprobs").exp())
 
 
+@suggesting
 def off_policy_sequence_mask(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -206,6 +213,7 @@ def off_policy_sequence_mask(
     return kept.to(logprobs.dtype).expand_as(logprobs)
 
 
+@suggesting
 def rejection_mask(
     train_logprobs: Tensor,
     rollout_logprobs: Tensor,

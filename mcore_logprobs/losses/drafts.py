@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.checks import check_not_negative
+from mcore_logprobs.spelling import suggesting
 
 __all__ = ["acceptance_rate", "lk_alpha_loss", "lk_lambda_loss"]
 
 _LEAST = 1e-6  # an acceptance rate under which float32 has no digits left of 1 - total variation
 
 
+@suggesting
 def acceptance_rate(total_variation: Tensor) -> Tensor:
     """Return each token's acceptance rate, sum min(p, q) = 1 - total_variation; differentiable.
 
@@ -26,6 +28,7 @@ def acceptance_rate(total_variation: Tensor) -> Tensor:
     return 1.0 - total_variation
 
 
+@suggesting
 def lk_alpha_loss(total_variation: Tensor) -> Tensor:
     """Return -log of each token's acceptance rate; differentiable.
 
@@ -38,6 +41,7 @@ def lk_alpha_loss(total_variation: Tensor) -> Tensor:
     return -acceptance_rate(total_variation).clamp(min=_LEAST).log()
 
 
+@suggesting
 def lk_lambda_loss(forward_kl: Tensor, total_variation: Tensor, *, eta: float = 3.0) -> Tensor:
     """Return w KL(q || p) + (1 - w) TV, w = exp(-eta sg(acceptance rate)); differentiable.
 

@@ -39,6 +39,7 @@ from mcore_logprobs.losses.base import (
     times,
 )
 from mcore_logprobs.losses.corrections import masked_importance_weights
+from mcore_logprobs.spelling import suggesting
 
 __all__ = [
     "CISPOLoss",
@@ -98,6 +99,7 @@ class ClippedLoss(TokenLoss):
         return kl_and_entropy(self, logprobs, entropy, given)
 
 
+@suggesting
 def clip_fraction(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -19,6 +19,7 @@ from mcore_logprobs.checks import check_choice, check_fraction, check_not_negati
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.losses.base import check_shape, check_tensor
+from mcore_logprobs.spelling import suggesting
 
 __all__ = [
     "cpo_loss",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 
+@suggesting
 def dpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -130,6 +132,7 @@ _PAIRS: dict[str, Callable[..., Tensor]] = {
 _SMOOTHED = {"sigmoid": (0.0, 1.0), "robust": (0.0, 0.499), "exo": (1e-9, 0.999)}
 
 
+@suggesting
 def dpo_advantages(
     chosen: Tensor,
     rejected: Tensor,
@@ -178,6 +181,7 @@ def preference_advantages(
     return tuple(-grad for grad in gradients)
 
 
+@suggesting
 def cpo_loss(
     chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, nll_coef: float = 1.0
 ) -> Tensor:
@@ -192,6 +196,7 @@ def cpo_loss(
     return -F.logsigmoid(_margin(chosen, rejected, beta)) - nll_coef * chosen
 
 
+@suggesting
 def simpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -216,6 +221,7 @@ def simpo_loss(
     return _smoothed(_margin(chosen, rejected, beta) - gamma, label_smoothing)
 
 
+@suggesting
 def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
     """Odds ratio preference optimization (Hong et al., 2403.07691) for each pair, no reference.
 
@@ -239,6 +245,7 @@ def _log_odds(mean: Tensor) -> Tensor:
     return mean - (-torch.expm1(mean)).log()
 
 
+@suggesting
 def kto_loss(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -277,6 +284,7 @@ def kto_loss(
     )
 
 
+@suggesting
 def kto_reference(
     logprobs: Tensor, ref_logprobs: Tensor, *, group: ProcessGroup | None = None
 ) -> Tensor:

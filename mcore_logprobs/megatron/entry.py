@@ -29,11 +29,13 @@ from mcore_logprobs.config import ARG_PREFIX, LogprobConfig
 from mcore_logprobs.megatron.imports import after_import, replace_function
 from mcore_logprobs.megatron.patch import patch_built, patch_gpt_model
 from mcore_logprobs.megatron.versions import takes
+from mcore_logprobs.spelling import suggesting
 
 TRAINING = "megatron.training.training"
 _MARK = "_mcore_logprobs_provider"
 
 
+@suggesting
 def logprob_model_hook(
     args_or_config: Namespace | LogprobConfig | None = None,
 ) -> Callable[[list[nn.Module]], list[nn.Module]]:
@@ -65,6 +67,7 @@ def logprob_model_hook(
     return hook
 
 
+@suggesting
 def patched_model_provider(
     model_provider: Callable[..., object], *, args: Namespace | None = None
 ) -> Callable[..., object]:

@@ -145,6 +145,7 @@ def _patched(
     return PatchHandle(model, heads, settings)
 
 
+@suggesting
 def unpatch_model(model: object) -> None:
     """Undo `patch_model`; the model's and its output layer's `__dict__` are as before.
 

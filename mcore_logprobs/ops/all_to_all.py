@@ -8,8 +8,10 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.collectives import all_to_all_dim0
 from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.spelling import suggesting
 
 
+@suggesting
 def all_to_all_vp2sp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tensor:
     """Vocabulary-parallel rows to row-parallel ones: rank r gets rows `[r*n/TP, (r+1)*n/TP)`.
 
@@ -30,6 +32,7 @@ def all_to_all_vp2sp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
     return blocks.transpose(0, 1).reshape(rows // size, size * width)
 
 
+@suggesting
 def all_to_all_sp2vp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tensor:
     """The inverse of `all_to_all_vp2sp`: whole rows to every row's part of the vocabulary.
 
