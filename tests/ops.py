@@ -190,6 +190,7 @@ STATISTICS = {
     "sum_pi_squared": BOTH,
     "label_smoothing": (0.0, 0.1),
 }
+FLAGS = tuple(name for name, values in STATISTICS.items() if values is BOTH)
 KINDS = {
     "kind": (
         "forward",

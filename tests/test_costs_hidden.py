@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 import mcore_logprobs as ml
 from mcore_logprobs.bench.counting import CollectivesMade
@@ -21,6 +20,7 @@ from mcore_logprobs.kernels import budgets
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.head_gradients import WeightGradient
 from mcore_logprobs.sources.head_operands import HeadTile
+from tests.helpers.flops import Flops
 from tests.helpers.heads import Problem, make_problem, plain_loss, shard_problem
 from tests.helpers.memory import Made, TensorsMade
 from tests.helpers.shards import on_ranks, world_group, world_size
@@ -38,16 +38,6 @@ def policy_loss(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
     return ml.linear_policy_loss(h, w, t, plain_loss, **options)[0]
 
 
-def divergence(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
-    teacher = {"teacher_hidden": h.detach() + 1.0, "teacher_weight": w.detach()}
-    mask = t != -100 if options.get("compact") else None
-    return ml.linear_kl_div(h, w, **teacher, mask=mask, **options)
-
-
-def log_softmax_of_entries(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
-    return ml.linear_gather(h, w, t[:, None].expand(-1, 4), log_softmax=True, **options)
-
-
 def mapped(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
     group = options.get("tp_group")
 
@@ -58,81 +48,6 @@ def mapped(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
 
 
 # ---- products -----------------------------------------------------------------------------------
-
-
-class Flops(TorchDispatchMode):
-    """Floating-point operations of products; torch's own counter hooks modules, which ends fusion.
-
-    Attributes:
-        total: so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry:
-            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-# The call, and its products forward and backward.
-PRODUCTS: dict[str, tuple[Callable[..., Tensor], int, int]] = {
-    "statistics": (statistics, 1, 3),
-    "policy loss": (policy_loss, 3, 0),
-    "top-k": (lambda h, w, t, **k: ml.linear_sampling_logprobs(h, w, t, top_k=20, **k), 1, 3),
-    "top-p": (lambda h, w, t, **k: ml.linear_sampling_logprobs(h, w, t, top_p=0.5, **k), 1, 3),
-    "map": (mapped, 1, 3),
-    "divergence": (divergence, 2, 4),
-    "log-softmax of entries": (log_softmax_of_entries, 1, 3),
-    "entries": (lambda h, w, t, **k: ml.linear_gather(h, w, t[:, None], **k), 0, 0),
-}
-COUNT, WIDTH, COLUMNS = 40, 16, 24
-
-
-def products(
-    name: str, frozen: str | None = None, kept: int = COUNT, **options: Any
-) -> tuple[float, float]:
-    """Forward and backward, in units of one product of the whole shapes."""
-    hidden, weight = torch.randn(COUNT, WIDTH), torch.randn(COLUMNS, WIDTH)
-    leaves = {"hidden": hidden, "weight": weight}
-    for leaf in leaves:
-        leaves[leaf].requires_grad_(leaf != frozen)
-    rows = options.get("rows")
-    target = torch.arange(COUNT if rows is None else len(rows)) % COLUMNS
-    target[kept:] = -100
-    with Flops() as forward:
-        out = PRODUCTS[name][0](hidden, weight, target, **options)
-    with Flops() as backward:
-        out.sum().backward()
-    assert all((x.grad is None) == (leaf == frozen) for leaf, x in leaves.items())
-    one = 2 * COUNT * WIDTH * COLUMNS
-    return forward.total / one, backward.total / one
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_rows_cost_the_products_of_as_many_rows(name: str) -> None:
-    _, forward, backward = PRODUCTS[name]
-    assert products(name) == products(name, chunk_size=5) == (forward, backward)
-    for rows in (torch.tensor([3, 17, 17, 39]), torch.tensor([], dtype=torch.int64)):
-        share = len(rows) / COUNT
-        assert products(name, rows=rows) == pytest.approx((forward * share, backward * share))
-
-
-@pytest.mark.parametrize("chunk_size", [None, 3])
-@pytest.mark.parametrize("frozen", ["weight", "hidden"])
-def test_a_frozen_input_skips_its_product(frozen: str, chunk_size: int | None) -> None:
-    assert products("statistics", frozen, chunk_size=chunk_size) == (1.0, 2.0)
-    assert products("policy loss", frozen, chunk_size=chunk_size) == (2.0, 0.0)
-
-
-@pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in ("map", "entries")])
-def test_compaction_is_paid_by_kept_rows_only(name: str) -> None:
-    _, forward, backward = PRODUCTS[name]
-    found = products(name, kept=15, compact=True)
-    assert found == pytest.approx((forward * 15 / COUNT, backward * 15 / COUNT))
 
 
 def test_entries_of_a_lora_need_its_small_products_alone() -> None:
@@ -260,7 +175,6 @@ class Room(NamedTuple):
     call: Callable[..., Tensor]
     forward: int
     backward: int
-    per_row: int = 40
 
 
 MEMORY: dict[str, Room] = {
@@ -270,13 +184,6 @@ MEMORY: dict[str, Room] = {
     "map": Room(mapped, 2, 4),
     # Raw logits beside the finished ones, and a passing copy.
     "map with softcap": Room(lambda *a, **k: mapped(*a, softcap=20.0, **k), 4, 6),
-    "gather": Room(lambda h, w, t, **k: ml.linear_gather(h, w, t[:, None], **k), 6, 3, 160),
-    "log-softmax": Room(log_softmax_of_entries, 6, 3, 160),
-    "topk": Room(lambda h, w, t, **k: ml.linear_topk(h, w, 8, **k)[0], 6, 3, 160),
-    "divergence": Room(divergence, 8, 3, 160),  # which has two sides
-    "sampling": Room(
-        lambda h, w, t, **k: ml.linear_sampling_logprobs(h, w, t, top_p=0.9, **k), 6, 3, 160
-    ),
 }
 
 
@@ -303,12 +210,12 @@ LAYOUTS = [(1, torch.float32), (1, torch.bfloat16), (2, torch.bfloat16)]
 
 @pytest.mark.parametrize(
     ("name", "world", "dtype"),
-    [(name, *how) for name in MEMORY for how in LAYOUTS[: 3 if MEMORY[name].per_row == 40 else 1]],
+    [(name, *how) for name in MEMORY for how in LAYOUTS],
     ids=str,
 )
 def test_memory_is_a_few_chunks(ranks, name, world, dtype):
     room, chunk = MEMORY[name], CHUNK * (WIDE // world) * 4
-    per_row = ROWS * 8 * room.per_row
+    per_row = ROWS * 8 * 40
     for made, peak, kept, peak_backward, wide in on_ranks(
         ranks, world, _allocations, name, dtype, world > 1
     ):

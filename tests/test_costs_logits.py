@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import mcore_logprobs as ml
 from mcore_logprobs import vocab_parallel_token_stats
@@ -24,6 +22,7 @@ from tests.helpers.shards import (
     shard,
     world_group,
 )
+from tests.ops import OPERATIONS
 
 ALL = {"entropy": True, "target_rank": True}
 
@@ -51,7 +50,15 @@ SENT = {
     "token_stats hidden lora=True": "all_gather | all_reduce all_reduce",
     "soft_cross_entropy logits": "all_gather |",
     "sampling_logprobs logits replay=True": "all_gather |",
+    "answers hidden topk=3": "all_gather all_gather | all_reduce",
+    "topk_kl_div logits": "all_gather |",
+    "topk_kl_div hidden tail=bin": "all_gather | all_reduce",
+    "sample logits": "all_gather all_gather |",
+    "sample hidden top_p=0.7": "all_gather all_reduce all_gather |",
+    "linear_map hidden": "all_gather | all_gather all_reduce",
+    "linear_policy_loss hidden entropy=True": "all_gather all_reduce |",
     "all_to_all_vp2sp logits": "all_to_all | all_to_all",
+    "all_to_all_sp2vp logits": "all_to_all | all_to_all",
 }
 
 
@@ -64,6 +71,7 @@ def test_collectives_of_every_operation(ranks):
         forward, backward = runs[0]
         found[line] = " ".join([*forward, "|", *backward])
     assert found == SENT
+    assert {line.split()[0] for line in SENT} == OPERATIONS.keys()
 
 
 def _traffic(options: dict, dtype: torch.dtype, chunk_size: int | None) -> tuple:
@@ -170,57 +178,11 @@ def test_the_gradient_is_the_only_tensor_of_the_logits_size(ranks, world, dtype,
         assert backward_peak <= nbytes + 4 * chunk + rows
 
 
-ROWS, CHUNK, WIDE = 64, 4, 4096
-IDS = torch.arange(ROWS * 5).view(ROWS, 5)
-MEMORY: dict[str, Callable[..., Tensor]] = {
-    "gather": lambda x, **how: ml.vocab_parallel_gather(x, IDS, **how),
-    "gather log p": lambda x, **how: ml.vocab_parallel_gather(x, IDS, log_softmax=True, **how),
-    "topk": lambda x, **how: ml.vocab_parallel_topk(x, 8, **how)[0],
-    "topk, softcap": lambda x, **how: ml.vocab_parallel_topk(x, 8, softcap=3.0, **how)[0],
-    "top-p": lambda x, **how: ml.vocab_parallel_sampling_logprobs(
-        x, x.argmax(-1), top_p=0.9, **how
-    ),
-    "rank": lambda x, **how: ml.vocab_parallel_target_rank(x, IDS[:, 0], **how),
-    "sample": lambda x, **how: ml.vocab_parallel_sample(x, seed=3, **how)[1],
-    "log_softmax": ml.vocab_parallel_log_softmax,
-    **{
-        kind: lambda x, kind=kind, **how: ml.vocab_parallel_kl_div(x, TEACHER, kind=kind, **how)
-        for kind in ("forward", "reverse", "jsd")
-    },
-}
-TEACHER = torch.linspace(-2.0, 2.0, ROWS * WIDE).view(ROWS, WIDE).bfloat16()
-
-
-@pytest.mark.parametrize("cut", ["chunk_size", "budgets"])
-@pytest.mark.parametrize("spread", [0.1, 8.0], ids=["flat", "peaked"])
-@pytest.mark.parametrize("name", MEMORY)
-def test_memory_is_a_few_chunks(name, spread, cut):
-    """Of the caller's chunk_size, or of the rows of which a budget allows one float32 copy."""
-    logits = (torch.randn(ROWS, WIDE) * spread).bfloat16().requires_grad_()
-    copy = CHUNK * WIDE * 4  # float32 copies of a chunk's rows
-    how, sizes = {"chunk_size": CHUNK}, budgets.of("cpu")
-    if cut == "budgets":
-        how, sizes = {}, replace(sizes, copy_bytes=copy)
-    per_row = ROWS * 8 * 128 * 12  # a few hundred numbers per row, whatever its width
-    with budgets.use(sizes), TensorsMade() as made:
-        out = MEMORY[name](logits, **how)
-    result = out.nbytes if name == "log_softmax" else 0
-    assert made.peak <= 4 * copy + per_row + result
-    assert [x.nbytes for x in made.larger_than(2 * copy)] == ([result] if result else [])
-    if not out.requires_grad:
-        return
-    upstream = torch.ones_like(out)
-    with budgets.use(sizes), TensorsMade() as made:
-        out.backward(upstream)
-    assert [x.dtype for x in made.larger_than(2 * copy)] == [torch.bfloat16]  # the gradient
-    assert made.peak <= logits.nbytes + 4 * copy + per_row
-
-
 @pytest.mark.parametrize("options", [{"top_k": 900}, {"top_k": 900, "top_p": 0.9}], ids=str)
 def test_memory_of_a_large_top_k(options):
     """Of each row's candidates a value and a column; what is made of them is made in steps."""
     rows, copy = 256, 1 << 18
-    logits = (torch.randn(rows, WIDE) * 3.0).bfloat16()
+    logits = (torch.randn(rows, 4096) * 3.0).bfloat16()
     target, many = logits.argmax(-1), rows * 901
     whole = ml.vocab_parallel_sampling_logprobs(logits, target, **options)
     sizes = replace(budgets.of("cpu"), copy_bytes=copy)

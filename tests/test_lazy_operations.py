@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -74,6 +75,12 @@ CUTS: dict[str, Any] = {
     "tokens": lambda x: x.transpose(0, 1).contiguous() / 0.7,
     "some rows": lambda x: (x / _TEMPERATURES).flatten(0, 1)[torch.tensor([7, 2, 2, 9])],
 }
+
+
+def test_every_operation_is_a_consumer() -> None:
+    called = inspect.getsource(consumers)
+    names = [name for name in ours.__all__ if name.startswith("vocab_parallel_")]
+    assert [name for name in names if f"ours.{name}" not in called] == []
 
 
 def compare(name: str, tp: int = 1, rank: int = 0, group: Any = None, **head_of: Any) -> None:

@@ -21,6 +21,7 @@ from mcore_logprobs import (
 from tests.engine import run
 from tests.engine.cases import Case, Problem, kept_rows, parse
 from tests.helpers.shards import VOCAB, on_ranks, shard, world_group, world_rank, world_size
+from tests.ops import OPERATIONS
 
 TRUE = 19  # of VOCAB columns: the last shard of 3 holds masked ones
 ROWS = 12
@@ -35,6 +36,7 @@ LINES = [
         f"{name} logits"
         for name in (
             "token_stats entropy=True sum_pi_squared=True label_smoothing=0.1",
+            "answers entropy=True",
             "logprobs",
             "entropy",
             "log_softmax",
@@ -76,6 +78,8 @@ RAW = [
     "gather hidden softcap=8.0",
     "topk_distill logits normalize=topk",
     "topk_distill hidden normalize=topk",
+    "answers logits topk=3 log_softmax=False",
+    "argmax logits",
     "sample logits",
     "target_rank logits",
 ]
@@ -191,6 +195,11 @@ def check(case: Case, sound: Found, found: Found, raw: bool) -> None:
         assert found.grad[loud].isnan().all()
     elif not raw and case.setting.get("spoilt") is None:
         assert torch.equal(found.grad[loud].isnan(), reached[loud])
+
+
+def test_every_operation_is_tried() -> None:
+    exchanges = {name for name in OPERATIONS if name.startswith("all_to_all")}
+    assert {line.split()[0] for line in (*LINES, *RAW)} == OPERATIONS.keys() - exchanges
 
 
 @pytest.mark.parametrize("tp", [1, 3])

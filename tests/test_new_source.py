@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import mcore_logprobs as ml
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import reference
@@ -28,6 +29,7 @@ from mcore_logprobs.ops.policy_loss import policy_loss
 from mcore_logprobs.ops.record import Kept
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.row_statistics import Statistics
+from mcore_logprobs.ops.sample import sample
 from mcore_logprobs.ops.sampling import sampling_logprobs
 from mcore_logprobs.ops.token_stats import token_stats
 from mcore_logprobs.ops.topk import topk
@@ -222,6 +224,7 @@ def operations(source: Source, target: Tensor, ids: Tensor) -> dict[str, Tensor]
     both = replay(source, target, Kept(record, "error", False, True), full_spec=wanted.spec)
     for name in ("logprobs", "full_logprobs", "entropy", "sum_pi_squared"):
         found[f"replay and full: {name}"] = getattr(both, name)
+    found["sampled ids"], found["sampled"] = sample(source, seed=5, top_p=0.9)
     found["policy loss"], _ = policy_loss(
         source, target, wanted, by_token, ids[:, 0], denominator=3.0, ignore_index=-100
     )
@@ -244,6 +247,7 @@ def expected(
     divisor = 1.0 if temperature is None else temperature.unsqueeze(1)
     at = logits.gather(1, target.unsqueeze(1))
     top, entropy = logits.topk(3), -(log_p.exp() * log_p).sum(-1)
+    drawn, _ = ml.vocab_parallel_sample(logits.detach(), seed=5, top_p=0.9)
     replayed = torch.cat([at, logits.gather(1, (target.unsqueeze(1) + 1) % VOCAB)], 1)
     return {
         "logprobs": log_p.gather(1, target.unsqueeze(1)).squeeze(1),
@@ -264,6 +268,8 @@ def expected(
         "replay and full: full_logprobs": log_p.gather(1, target.unsqueeze(1)).squeeze(1),
         "replay and full: entropy": entropy,
         "replay and full: sum_pi_squared": (2 * log_p).exp().sum(-1),
+        "sampled ids": drawn,
+        "sampled": kept_alone(logits, within(log_p.exp(), 0.9), drawn).detach(),
         "policy loss": by_token(log_p.gather(1, target.unsqueeze(1)).squeeze(1), entropy, ids[:, 0])
         .sum()
         .div(3.0),

@@ -23,11 +23,13 @@ from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.kernels import budgets, codes
 from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.sources import kept
+from tests.helpers.flops import Flops
 from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import finished_logits
 from tests.kernels.interpreter import interpreted
 from tests.megatron.common import VOCAB, make_batch, megatron, tiny_config
-from tests.test_costs_hidden import Flops, divergence, log_softmax_of_entries, mapped, policy_loss
+from tests.ops import FLAGS
+from tests.test_costs_hidden import mapped, policy_loss
 
 # Three tiles of 5 rows by 4 blocks of columns, the last of either shorter.
 ROWS, COLUMNS, WIDTH = 13, 90, 24
@@ -74,7 +76,7 @@ class Head:
         return list(torch.autograd.grad(wanted, [self.hidden, self.weight], incoming, **how))
 
 
-EVERYTHING = {"entropy": True, "target_rank": True, "sum_pi_squared": True}
+EVERYTHING = dict.fromkeys(FLAGS, True)
 
 
 @contextmanager
@@ -303,6 +305,17 @@ def _of_hidden_columns(head: Head, saved: int) -> Tensor:
 
 
 # ---- which operations keep what ------------------------------------------------------------------
+
+
+def divergence(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    teacher = {"teacher_hidden": h.detach() + 1.0, "teacher_weight": w.detach()}
+    mask = t != -100 if options.get("compact") else None
+    return ml.linear_kl_div(h, w, **teacher, mask=mask, **options)
+
+
+def log_softmax_of_entries(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    return ml.linear_gather(h, w, t[:, None].expand(-1, 4), log_softmax=True, **options)
+
 
 # Products of the backward with everything kept: of float32 operands, and of bfloat16 ones.
 OPERATIONS: dict[str, tuple[Callable[..., Tensor], int, int]] = {

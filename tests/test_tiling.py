@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -22,7 +21,6 @@ from mcore_logprobs.kernels.chunk import row_chunks
 from mcore_logprobs.sources import head_operands as head_module
 from mcore_logprobs.sources.head import head_logits
 from tests.engine.cases import BUDGETS
-from tests.helpers.memory import TensorsMade
 
 # Padded vocabularies of released models, and the sizes over which they are split.
 VOCABULARIES = (32000, 32064, 49152, 50304, 64000, 100352, 102400, 128256, 129280, 131072)
@@ -165,32 +163,6 @@ def test_budgets_are_in_force_within_their_block() -> None:
             assert budgets.of("cpu") == GPU
         assert budgets.of("cpu") == BUDGETS["narrow"]
     assert (budgets.of("cpu"), budgets.of("cuda")) == (CPU, GPU)
-
-
-# Of hidden states, a weight and targets.
-WHOLE_ROWS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
-    "topk": lambda h, w, t: ml.linear_topk(h, w, 3),
-    "topk beside statistics": lambda h, w, t: ml.linear_token_stats(h, w, t, topk=3),
-    "top-k": lambda h, w, t: ml.linear_sampling_logprobs(h, w, t, top_k=5),
-    "top-p": lambda h, w, t: ml.linear_sampling_logprobs(h, w, t, top_p=0.9),
-    "filtered sample": lambda h, w, t: ml.linear_sample(h, w, seed=1, top_p=0.9),
-    "map": lambda h, w, t: ml.linear_map(h, w, lambda z: z.logsumexp(-1)),
-    "policy loss": lambda h, w, t: ml.linear_policy_loss(h, w, t, lambda p, e: -p)[0],
-}
-
-
-@pytest.mark.parametrize("name", WHOLE_ROWS)
-def test_whole_rows_are_of_a_tile_that_is_small_enough(name: str) -> None:
-    """Without a chunk_size, which makes any tile small: 8 of 64 rows, by the budget."""
-    rows, width = 64, 2048
-    held = 4 * 8 * width
-    small = replace(CPU, tile_rows=rows, held_bytes=held, max_held_bytes=held, copy_bytes=held)
-    hidden, weight = torch.randn(rows, 4), torch.randn(width, 4)
-    with budgets.use(small), TensorsMade() as made:
-        WHOLE_ROWS[name](hidden, weight, torch.arange(rows))
-    # An int64 number for each logit of a tile at most.
-    assert made.larger_than(2 * held) == []
-    assert made.larger_than(held // 2)  # a tile was made
 
 
 # ---- operands -----------------------------------------------------------------------------------

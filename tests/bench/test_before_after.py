@@ -7,9 +7,21 @@ import pytest
 import mcore_logprobs as ml
 from benchmarks import before_after
 
+# Each is a few lines on an operation that is timed.
+SHORT_FORMS = {
+    "linear_topk_distill",
+    "vocab_parallel_argmax",
+    "vocab_parallel_logprobs",
+    "vocab_parallel_soft_cross_entropy",
+    "vocab_parallel_target_rank",
+    "vocab_parallel_topk_distill",
+}
+
 
 def test_every_call_runs() -> None:
     calls, _ = before_after.calls(rows=5, vocab=24)
+    shown = {name.split()[0] for name in calls} | SHORT_FORMS
+    assert shown == {name for name in ml.__all__ if name.startswith(("vocab_parallel", "linear"))}
     found = before_after.times(5, 24, [], 1)
     assert found.keys() == calls.keys()
     assert all(forward > 0.0 for forward, _ in found.values())

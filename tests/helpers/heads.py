@@ -14,6 +14,7 @@ from mcore_logprobs.ops.row_statistics import Statistics
 from mcore_logprobs.ops.sampling import Filters, filtered_stats
 from mcore_logprobs.sources.head import head_logits
 from tests.helpers.shards import make_target, world_rank, world_size
+from tests.ops import FLAGS
 
 
 def products_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,8 +47,7 @@ def linear_filtered_stats(
     hidden: Tensor, weight: Tensor, target: Tensor, **options: Any
 ) -> TokenStats:
     """What a patched model with filters computes, of a head given by keywords."""
-    names = ("entropy", "target_rank", "sum_pi_squared")
-    wanted = Statistics.of(**{name: options.pop(name) for name in names if name in options})
+    wanted = Statistics.of(**{name: options.pop(name) for name in FLAGS if name in options})
     off = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
     given = {name: options.pop(name, value) for name, value in off.items()}
     ignore_index = options.pop("ignore_index", -100)

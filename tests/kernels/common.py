@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.helpers.oracles import assert_no_worse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EVERYTHING = StatsSpec(entropy=True, rank=True, smoothing=True, sum_pi_squared=True)
+EVERYTHING = StatsSpec(*[True] * len(fields(StatsSpec)))
 # What `make_chunk` takes.
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "plain": {},

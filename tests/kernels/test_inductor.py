@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,12 @@ from mcore_logprobs.kernels.inductor import common, statistics
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize
 from tests.helpers.lazy import lazy_logits
 from tests.helpers.memory import TensorsMade
-from tests.kernels.common import row_stats
+from tests.kernels.common import EVERYTHING, row_stats
 
 BLOCK = 2048
 # rows, width, valid: the last block is not whole, and columns past it are masked.
 ROWS, WIDTH, VALID = 9, 3 * BLOCK + 100, 3 * BLOCK + 37
-PLAIN, FULL = StatsSpec(), StatsSpec(entropy=True, rank=True, sum_pi_squared=True)
+PLAIN, FULL = StatsSpec(), replace(EVERYTHING, smoothing=False)  # smoothing goes to torch
 
 
 @pytest.fixture(autouse=True)

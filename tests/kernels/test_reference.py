@@ -18,8 +18,7 @@ from mcore_logprobs.kernels.chunk import Chunk, Processing, row_chunks
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize, merge
 from tests.helpers import oracles
 from tests.helpers.memory import TensorsMade
-
-EVERYTHING = StatsSpec(entropy=True, rank=True, smoothing=True, sum_pi_squared=True)
+from tests.kernels.common import EVERYTHING
 
 
 @st.composite
@@ -132,7 +131,7 @@ def test_the_gradient_is_the_formula(drawn, chunk_size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("flags", list(product((False, True), repeat=4)))
+@pytest.mark.parametrize("flags", list(product((False, True), repeat=len(vars(EVERYTHING)))))
 def test_two_float32_copies_of_a_chunk_at_most(flags, dtype):
     """And a bool one; `Budgets.copy_bytes` is of one of them."""
     spec, logits, target = StatsSpec(*flags), torch.randn(64, 4096).to(dtype), torch.arange(64)

@@ -1,0 +1,186 @@
+"""What every operation of the table `ops.py` costs: the tensors that it makes, and its products.
+
+A row of that table is enough: each operation is tried from each source, with its defaults and with
+every other value of its own options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mcore_logprobs.kernels import budgets
+from tests.engine import run
+from tests.engine.cases import Case, Problem, allowed, axes_of, kept_rows
+from tests.engine.operation import VOCAB
+from tests.helpers.flops import Flops
+from tests.helpers.memory import TensorsMade
+from tests.ops import OPERATIONS
+
+ROWS, CHUNK, WIDE, HIDDEN = 64, 4, 4096, 32
+COPY = CHUNK * WIDE * 4  # bytes of a chunk's logits in float32; all logits are 16 of them
+CALLS = [
+    (name, source)
+    for name, op in OPERATIONS.items()
+    for source in op.sources
+    if not op.name.startswith("all_to_all")
+]
+
+
+def cases_of(name: str, source: str, **fixed: Any) -> Iterator[Case]:
+    """The defaults, and each other value of each of the operation's own options."""
+    op = OPERATIONS[name]
+    axes = axes_of(op, source)
+    setting = {axis: values[0] for axis, values in axes.items()}
+    setting |= {axis: x for axis, x in fixed.items() if axis != "chunk_size" or axis in axes}
+    for axis, values in {"tp": (setting["tp"],), **op.axes, **op.options}.items():
+        if axis in axes and (axis == "tp" or axis not in fixed):
+            for value in values[axis != "tp" :]:
+                if allowed(op, other := setting | {axis: value}):
+                    yield Case(name, other)
+
+
+class Costs(NamedTuple):
+    """Of the forward and of the backward: bytes of float32 copies of a chunk are `COPY`.
+
+    Attributes:
+        large: shape and dtype of the tensors of more than two copies.
+        peak: bytes that lived at once.
+        results: bytes of the results, or of the gradients.
+        products: multiplications and additions of its products.
+    """
+
+    large: set[tuple[tuple[int, ...], torch.dtype]]
+    peak: int
+    results: int
+    products: int
+
+
+@contextmanager
+def cut_small(by: str) -> Iterator[None]:
+    """By the caller's chunk_size, or by what the budgets allow a tile, a block and a copy."""
+    sizes = dict.fromkeys(("chunk_bytes", "held_bytes", "max_held_bytes", "copy_bytes"), COPY)
+    small = replace(budgets.of("cpu"), tile_rows=ROWS, **sizes)
+    with budgets.use(small) if by == "budgets" else nullcontext():
+        yield
+
+
+def costs_of(case: Case, by: str) -> tuple[Costs, int, Costs]:
+    """Of the forward, the bytes that it leaves besides its results, and of the backward."""
+    mine = run.place(case, Problem(case))
+    with cut_small(by), TensorsMade() as forward, Flops() as flops:
+        outputs = case.operation(case.source, mine.head, mine.side, mine.keywords)
+    results, kept = sum(x.nbytes for x in outputs.values()), forward.live
+    roots = run.upstreams(case, outputs, case.setting["tp"])
+    with cut_small(by), TensorsMade() as backward, Flops() as flops_backward:
+        if roots:
+            torch.autograd.backward(*map(list, zip(*roots, strict=True)))
+    grads = [leaf.grad for leaf in mine.leaves.values() if leaf.grad is not None]
+    found = []
+    for made, nbytes, total in (
+        (forward, results, flops.total),
+        (backward, sum(x.nbytes for x in grads), flops_backward.total),
+    ):
+        large = {(x.shape, x.dtype) for x in made.larger_than(2 * COPY)}
+        found.append(Costs(large, made.peak, nbytes, total))
+    return found[0], kept - results, found[1]
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["chunk_size", "budgets"])
+@pytest.mark.parametrize(("name", "source"), CALLS)
+def test_memory_is_a_few_chunks(ranks: Any, name: str, source: str, by: str) -> None:
+    tp = 2 if by == "budgets" else 1
+    fixed = {"tp": tp, "lead": f"[{ROWS}]", "vocab": tp * WIDE, "dtype": "bfloat16"}
+    fixed |= {"chunk_size": CHUNK} if by == "chunk_size" else {}
+    fixed |= {"h": HIDDEN} if source == "hidden" else {"values": "flat to peaked"}
+    cases = list(cases_of(name, source, **fixed))
+    assert cases
+    of_ranks = (
+        [[costs_of(case, by)] for case in cases]
+        if tp == 1
+        else ranks(tp).run_many(costs_on_rank, [(case, by) for case in cases])
+    )
+    copies = 10 * COPY  # a sampler's: its random numbers are int64, and mixed in several steps
+    bf16, float32, of_hidden = torch.bfloat16, torch.float32, source == "hidden"
+    operand = {((WIDE, HIDDEN), float32)} if of_hidden else set()
+    gradient = operand | {((WIDE, HIDDEN) if of_hidden else (ROWS, WIDE), bf16)}
+    result = {((ROWS, WIDE), float32)} if name == "log_softmax" else set()
+    # Of the head in float32: operands, and gradients before they are rounded.
+    head = 2 * 4 * HIDDEN * (WIDE + ROWS) if of_hidden else 0
+    held = head if name == "linear_policy_loss" else 0  # its gradients
+    for case, found in zip(cases, of_ranks, strict=True):
+        assert isinstance(found, list), f"{case}: {found}"
+        for forward, kept, backward in found:
+            assert forward.large <= operand | result | (gradient if held else set()), case
+            assert backward.large <= gradient, case
+            assert forward.peak <= forward.results + copies + head, case
+            assert backward.peak <= backward.results + copies + head, case
+            assert kept <= COPY + held, case
+
+
+def costs_on_rank(given: tuple[Case, str]) -> tuple[Costs, int, Costs]:
+    return costs_of(*given)
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+COUNT, WIDTH = 40, 16
+HOW: dict[str, dict[str, Any]] = {
+    "all rows": {},
+    "a tile's rows": {"chunk_size": 7},
+    "some rows": {"rows": "some"},
+    "rows twice": {"rows": "repeated"},
+    "compact": {"compact": True, "ignored": True},
+    "nothing counts": {"compact": True, "ignored": "all"},
+    "everything kept": {"saved_bytes": 1 << 20},
+    "a frozen weight": {"frozen": "weight"},
+    "frozen hidden states": {"frozen": "hidden"},
+}
+
+
+def products_of(case: Case) -> tuple[float, float]:
+    """Of the forward and the backward, in products of all hidden states and the weight.
+
+    The logits, and in the backward the logits again, and one product for each of two gradients.
+    """
+    s = case.setting.get
+    single_logits = case.op == "gather" and not s("log_softmax")
+    single_logits |= s("normalize") == "topk" and not s("entropy")
+    if single_logits or s("replay"):
+        return 0.0, 0.0
+    if case.op in ("topk", "sample"):
+        return 1.0, 0.0
+    gradients = 2.0 if s("frozen") == "nothing" else 1.0
+    if case.op == "linear_policy_loss":
+        return 1.0 + gradients, 0.0
+    mixture_or_distance = case.op == "kl_div" and s("kind") not in ("forward", "reverse")
+    # A teacher's hidden states have 5 columns, and its LoRA a rank of 2.
+    own = {"hidden": 5 * VOCAB, "adapted": 5 * VOCAB + 2 * (5 + VOCAB)}.get(s("teacher"), 0)
+    teacher = own / (WIDTH * VOCAB)
+    passes = 2.0 if mixture_or_distance and not s("saved_bytes") else 1.0
+    return passes + teacher, gradients + (0.0 if s("saved_bytes") else 1.0 + teacher)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", [name for name, source in CALLS if source == "hidden"])
+def test_products_are_of_the_rows_that_count(name: str, how: str) -> None:
+    cases = list(cases_of(name, "hidden", lead=f"[{COUNT}]", h=WIDTH, **HOW[how]))
+    assert cases
+    for case in cases:
+        if case.setting.get("invariant_segments"):
+            continue  # whose products are of fixed shapes
+        problem = Problem(case)
+        keep = kept_rows(problem.side) if case.setting["compact"] else None
+        rows = int(keep.sum()) if keep is not None else problem.lead[0]
+        one = 2 * rows * WIDTH * problem.columns
+        forward, _, backward = costs_of(case, "chunk_size")
+        expected = [round(one * products) for products in products_of(case)]
+        assert [forward.products, backward.products] == expected, case
