@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ from tests.helpers.flops import Flops
 from tests.helpers.memory import TensorsMade
 from tests.ops import OPERATIONS
 
-ROWS, CHUNK, WIDE, HIDDEN = 64, 4, 4096, 32
-COPY = CHUNK * WIDE * 4  # bytes of a chunk's logits in float32; all logits are 16 of them
+ROWS, CHUNK, WIDE, HIDDEN = 48, 4, 4096, 32
+COPY = CHUNK * WIDE * 4  # bytes of a chunk's logits in float32; all logits are 12 of them
 CALLS = [
     (name, source)
     for name, op in OPERATIONS.items()
@@ -45,20 +45,20 @@ def cases_of(name: str, source: str, **fixed: Any) -> Iterator[Case]:
                     yield Case(name, other)
 
 
-class Costs(NamedTuple):
-    """Of the forward and of the backward: bytes of float32 copies of a chunk are `COPY`.
+class Memory(NamedTuple):
+    """Of a forward or a backward; bytes of float32 copies of a chunk are `COPY`.
 
     Attributes:
         large: shape and dtype of the tensors of more than two copies.
         peak: bytes that lived at once.
-        results: bytes of the results, or of the gradients.
-        products: multiplications and additions of its products.
+        left: bytes that lived when it was over.
+        results: bytes of its results, or of the gradients.
     """
 
     large: set[tuple[tuple[int, ...], torch.dtype]]
     peak: int
+    left: int
     results: int
-    products: int
 
 
 @contextmanager
@@ -70,25 +70,31 @@ def cut_small(by: str) -> Iterator[None]:
         yield
 
 
-def costs_of(case: Case, by: str) -> tuple[Costs, int, Costs]:
-    """Of the forward, the bytes that it leaves besides its results, and of the backward."""
+Counter = TypeVar("Counter", TensorsMade, Flops)
+
+
+def counted(case: Case, counter: type[Counter]) -> Iterator[tuple[Counter, int]]:
+    """Of the forward and of the backward on this rank: what was counted, bytes of the results."""
     mine = run.place(case, Problem(case))
-    with cut_small(by), TensorsMade() as forward, Flops() as flops:
+    with counter() as forward:
         outputs = case.operation(case.source, mine.head, mine.side, mine.keywords)
-    results, kept = sum(x.nbytes for x in outputs.values()), forward.live
+    yield forward, sum(x.nbytes for x in outputs.values())
     roots = run.upstreams(case, outputs, case.setting["tp"])
-    with cut_small(by), TensorsMade() as backward, Flops() as flops_backward:
+    with counter() as backward:
         if roots:
             torch.autograd.backward(*map(list, zip(*roots, strict=True)))
-    grads = [leaf.grad for leaf in mine.leaves.values() if leaf.grad is not None]
-    found = []
-    for made, nbytes, total in (
-        (forward, results, flops.total),
-        (backward, sum(x.nbytes for x in grads), flops_backward.total),
-    ):
-        large = {(x.shape, x.dtype) for x in made.larger_than(2 * COPY)}
-        found.append(Costs(large, made.peak, nbytes, total))
-    return found[0], kept - results, found[1]
+    yield backward, sum(x.grad.nbytes for x in mine.leaves.values() if x.grad is not None)
+
+
+def memory_of(case: Case, by: str) -> list[Memory]:
+    """Of the forward and of the backward."""
+    with cut_small(by):
+        return [
+            Memory(
+                {(x.shape, x.dtype) for x in made.larger_than(2 * COPY)}, made.peak, made.live, n
+            )
+            for made, n in counted(case, TensorsMade)
+        ]
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -96,38 +102,42 @@ def costs_of(case: Case, by: str) -> tuple[Costs, int, Costs]:
 
 @pytest.mark.parametrize("by", ["chunk_size", "budgets"])
 @pytest.mark.parametrize(("name", "source"), CALLS)
-def test_memory_is_a_few_chunks(ranks: Any, name: str, source: str, by: str) -> None:
-    tp = 2 if by == "budgets" else 1
+def test_memory_is_a_few_chunks(name: str, source: str, by: str) -> None:
+    cases = list(wide_cases_of(name, source, by, tp=1))
+    assert cases
+    for case in cases:
+        check_memory(case, memory_of(case, by))
+
+
+@pytest.mark.parametrize(("name", "source"), CALLS)
+def test_memory_of_two_ranks_is_too(ranks: Any, name: str, source: str) -> None:
+    case = next(wide_cases_of(name, source, "budgets", tp=2))
+    for found in ranks(2).run(memory_of, case, "budgets"):
+        check_memory(case, found)
+
+
+def wide_cases_of(name: str, source: str, by: str, tp: int) -> Iterator[Case]:
     fixed = {"tp": tp, "lead": f"[{ROWS}]", "vocab": tp * WIDE, "dtype": "bfloat16"}
     fixed |= {"chunk_size": CHUNK} if by == "chunk_size" else {}
     fixed |= {"h": HIDDEN} if source == "hidden" else {"values": "flat to peaked"}
-    cases = list(cases_of(name, source, **fixed))
-    assert cases
-    of_ranks = (
-        [[costs_of(case, by)] for case in cases]
-        if tp == 1
-        else ranks(tp).run_many(costs_on_rank, [(case, by) for case in cases])
-    )
+    return cases_of(name, source, **fixed)
+
+
+def check_memory(case: Case, found: list[Memory]) -> None:
+    forward, backward = found
     copies = 10 * COPY  # a sampler's: its random numbers are int64, and mixed in several steps
-    bf16, float32, of_hidden = torch.bfloat16, torch.float32, source == "hidden"
+    bf16, float32, of_hidden = torch.bfloat16, torch.float32, case.source == "hidden"
     operand = {((WIDE, HIDDEN), float32)} if of_hidden else set()
     gradient = operand | {((WIDE, HIDDEN) if of_hidden else (ROWS, WIDE), bf16)}
-    result = {((ROWS, WIDE), float32)} if name == "log_softmax" else set()
+    result = {((ROWS, WIDE), float32)} if case.op == "log_softmax" else set()
     # Of the head in float32: operands, and gradients before they are rounded.
     head = 2 * 4 * HIDDEN * (WIDE + ROWS) if of_hidden else 0
-    held = head if name == "linear_policy_loss" else 0  # its gradients
-    for case, found in zip(cases, of_ranks, strict=True):
-        assert isinstance(found, list), f"{case}: {found}"
-        for forward, kept, backward in found:
-            assert forward.large <= operand | result | (gradient if held else set()), case
-            assert backward.large <= gradient, case
-            assert forward.peak <= forward.results + copies + head, case
-            assert backward.peak <= backward.results + copies + head, case
-            assert kept <= COPY + held, case
-
-
-def costs_on_rank(given: tuple[Case, str]) -> tuple[Costs, int, Costs]:
-    return costs_of(*given)
+    held = head if case.op == "linear_policy_loss" else 0  # its gradients
+    assert forward.large <= operand | result | (gradient if held else set()), case
+    assert backward.large <= gradient, case
+    assert forward.peak <= forward.results + copies + head, case
+    assert backward.peak <= backward.results + copies + head, case
+    assert forward.left <= forward.results + COPY + held, case
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -181,6 +191,5 @@ def test_products_are_of_the_rows_that_count(name: str, how: str) -> None:
         keep = kept_rows(problem.side) if case.setting["compact"] else None
         rows = int(keep.sum()) if keep is not None else problem.lead[0]
         one = 2 * rows * WIDTH * problem.columns
-        forward, _, backward = costs_of(case, "chunk_size")
         expected = [round(one * products) for products in products_of(case)]
-        assert [forward.products, backward.products] == expected, case
+        assert [flops.total for flops, _ in counted(case, Flops)] == expected, case

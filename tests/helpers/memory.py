@@ -53,16 +53,20 @@ class TensorsMade(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        before = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         out = func(*args, **kwargs)
+        given: set[StorageWeakRef] | None = None
         for tensor in _tensors(out):
             ref = _storage(tensor)
-            if ref in before or ref in self._live:
+            if ref in self._live:
+                continue
+            if given is None:
+                given = {_storage(x) for x in _tensors((args, kwargs))}
+            if ref in given:
                 continue
             nbytes = tensor.untyped_storage().nbytes()
             self._live[ref] = nbytes
             self.made.append(Made(str(func), nbytes, tuple(tensor.shape), tensor.dtype))
-        self.peak = max(self.peak, self.live)
+            self.peak = max(self.peak, self.live)
         return out
 
 
