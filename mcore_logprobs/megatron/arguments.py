@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -71,7 +70,7 @@ class Arguments:
         rest = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
         self._rest: dict[str, object] = self._bound.arguments[rest[0]] if rest else {}
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self._bound.arguments.get(name, self._rest.get(name, NOT_PASSED))
 
     def __setitem__(self, name: str, value: object) -> None:

@@ -456,12 +456,13 @@ class _WithLabels:
         samples = any(x is not None and x is not NOT_PASSED for x in contexts)
         running = ForwardState(labels, arguments["loss_mask"], samples=samples)
         processor = arguments["output_processor"]
-        processed = processor is not None and processor is not NOT_PASSED
-        if processed:
+        if processed := callable(processor):
             arguments["output_processor"] = functools.partial(_process, processor, running)
         left_out = labels is not None and mtp == "off" and mtp_layers(patch.model) > 0
         if left_out and not arguments["mtp_in_postprocess"]:  # NOT_PASSED where there is none
-            arguments["hidden_states"] = of_main_head(patch.model, arguments["hidden_states"])
+            joined = arguments["hidden_states"]
+            assert isinstance(joined, Tensor)
+            arguments["hidden_states"] = of_main_head(patch.model, joined)
         cut = without_mtp(patch.model) if left_out else contextlib.nullcontext()
         with patch.running(running), cut:
             output = arguments.call(wrapped)
