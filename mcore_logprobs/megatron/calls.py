@@ -408,7 +408,9 @@ class ForwardState:
 NOT_PASSED: object = object()
 
 
-def check_shifted(input_ids: object, labels: object, ignore_index: int) -> None:
+def check_shifted(
+    input_ids: object, labels: object, ignore_index: int, *, name: str = "labels"
+) -> None:
     """Check that labels are the tokens after their inputs, where both are there. Host sync.
 
     Raises:
@@ -425,6 +427,6 @@ def check_shifted(input_ids: object, labels: object, ignore_index: int) -> None:
     unshifted, shifted, total = torch.stack([same.sum(), following.sum(), counted.sum()]).tolist()
     if 2 * unshifted > total and unshifted > shifted:
         raise ValueError(
-            f"labels: expected the token after each input, got the input's own at {unshifted} of "
-            f"{total} positions; shift them: labels[:, t] = tokens[:, t + 1]"
+            f"{name}: expected the token after each input, got the input's own at {unshifted} of "
+            f"{total} positions; shift them: {name}[:, t] = tokens[:, t + 1]"
         )

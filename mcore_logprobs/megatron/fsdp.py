@@ -39,7 +39,8 @@ def attach_backward_hooks(
     if not tensors:
         return output
     first = next(model.parameters(), weight)  # both mark every parameter
-    seen = isinstance(output, (Tensor, tuple))  # by the hooks of modules that return it
+    parts = output if isinstance(output, tuple) else (output,)
+    seen = all(x is None or isinstance(x, Tensor) for x in parts)  # by hooks of modules around
     hooks = [(module, hook) for module in (layer, model) for hook in _output_hooks(module)]
     modules = _modules_around(model, weight) if not seen and hasattr(first, _GROUP) else []
     if None in modules or (hasattr(first, "__fsdp_param__") and not (hooks or seen)):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.megatron.arguments import Arguments, HeadMethod
 from mcore_logprobs.megatron.calls import NOT_PASSED, Call, ForwardState, check_shifted
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
@@ -93,6 +93,7 @@ class HeadPatch(DeferringHead):
     def __init__(self, model: LanguageModule, config: LogprobConfig) -> None:
         super().__init__(model.output_layer)
         self._model = Weak(model)
+        self.method = HeadMethod(model)
         self.own_loss = own_loss(model)
         self.config, self.report = config, self._report_for(config)
         self.installed = False
@@ -151,7 +152,13 @@ class HeadPatch(DeferringHead):
         self.blocks = OpenBlocks(config)
 
     def check(self, config: LogprobConfig) -> str:
-        """Why the head would not be fused under these settings, or "" after `check_head`."""
+        """Why the head would not be fused under these settings, or "" after `check_head`.
+
+        Raises:
+            ValueError: `check_head`'s; check_labels of a model whose labels cannot be checked.
+        """
+        if config.check_labels and not self.method.tokens:
+            raise ValueError(f"check_labels: expected False for {self.method.lacking}")
         report = self.report if config == self.config else self._report_for(config)
         if report.fusable and config.fused:
             check_head(self.layer, config)
@@ -164,15 +171,14 @@ class HeadPatch(DeferringHead):
 
     def install(self) -> None:
         model = self.model
-        name = "_postprocess" if hasattr(model, "_postprocess") else "forward"
-        with_labels = _WithLabels(self, name)  # first: a model without it is left as it is
+        with_labels = _WithLabels(self)
         self._replace("compute_language_model_loss", self.compute_language_model_loss)
         self.reason = kind_reason(self.layer)
         if not self.reason:
             self._replace("forward", self.forward, of_model=False)
         if hasattr(model, "_scale_logits") and not scale_reason(model._scale_logits):
             self._replace("_scale_logits", self.scale_logits)
-        self._replace(name, with_labels)
+        self._replace(self.method.name, with_labels)
         if vars(model).get(_OWN_HEAD_LOSS) and not self.own_loss:
             # The output layer would be asked for its own loss, and the model's not be called.
             self._replace(_OWN_HEAD_LOSS, False)
@@ -312,6 +318,21 @@ class HeadPatch(DeferringHead):
             )
         require_fused(call.config, reason, head_tp_group(self.layer))
 
+    def check_asked(self, call: Call, running: ForwardState) -> None:
+        """After a forward of which only the patched loss can tell whether it had labels.
+
+        Raises:
+            ValueError: it had none, although an open block needs them, or lazy logits were asked
+                for under fused="require".
+        """
+        if running.reached:
+            return
+        if block := call.needs_labels:
+            name = self.method.labels or "labels"
+            raise ValueError(f"inside PatchHandle.{block}: expected a call with {name}, got none")
+        if call.config.logits == "lazy" and not running.samples:
+            require_fused(call.config, self.method.unclear, head_tp_group(self.layer))
+
     def _reason_against(self, weight: Tensor, gather: bool | None, other: dict[str, object]) -> str:
         reason = super()._reason_against(weight, gather, other)
         if not reason and self._without_labels:
@@ -390,31 +411,42 @@ class _WithLabels:
     shifted copies of it (0.15 to 0.19).
     """
 
-    def __init__(self, patch: HeadPatch, name: str) -> None:
+    def __init__(self, patch: HeadPatch) -> None:
         self.__self__ = patch  # as a bound method has it
-        self._name = name
-        self.__signature__ = inspect.signature(patch.original(name))
+        self.__signature__ = patch.method.signature
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        arguments = _Arguments(self.__signature__, args, kwargs)
         patch = self.__self__
-        call, wrapped = patch.call, patch.original(self._name)
-        labels, mtp = arguments["labels"], call.config.mtp
+        method = patch.method
+        arguments = Arguments(method, args, kwargs)
+        call, wrapped = patch.call, patch.original(method.name)
+        if arguments.ends_before_head:
+            return arguments.call(wrapped)
+        labels, mtp = arguments.labels, call.config.mtp
         patch.blocks.check_recomputed()
         block_labels = _DRAWN if call.draw is not None else call.target
         if block_labels is not None:
-            if labels is not None:
-                block = "targets" if call.draw is None else "sample"
-                raise ValueError(f"inside PatchHandle.{block}: expected a call without labels")
-            arguments["labels"] = labels = block_labels
+            block = "targets" if call.draw is None else "sample"
+            if not method.labels:
+                raise ValueError(
+                    f"inside PatchHandle.{block}: expected a model that takes labels, got "
+                    f"{method.lacking}"
+                )
+            if labels is not None and labels is not NOT_PASSED:
+                raise ValueError(
+                    f"inside PatchHandle.{block}: expected a call without {method.labels}"
+                )
+            arguments.labels = labels = block_labels
             mtp = "off" if call.draw is not None else mtp
         if labels is None and (block := call.needs_labels):
             raise ValueError(
-                f"inside PatchHandle.{block}: expected a call with labels, got none; pass labels= "
-                "or open PatchHandle.targets too"
+                f"inside PatchHandle.{block}: expected a call with {method.labels}, got none; pass "
+                f"{method.labels}= or open PatchHandle.targets too"
             )
-        if call.config.check_labels and call.draw is None and call.rows is None:
-            check_shifted(arguments["input_ids"], labels, call.config.ignore_index)
+        checked = call.config.check_labels and call.draw is None and call.rows is None
+        tokens = arguments[method.tokens]
+        if checked:
+            check_shifted(tokens, labels, call.config.ignore_index, name=method.labels)
         if call.rows is not None and mtp == "keep" and mtp_layers(patch.model):
             raise ValueError(
                 "rows: expected mtp='off' for a model with multi-token prediction, whose losses "
@@ -424,21 +456,27 @@ class _WithLabels:
         samples = any(x is not None and x is not NOT_PASSED for x in contexts)
         running = ForwardState(labels, arguments["loss_mask"], samples=samples)
         processor = arguments["output_processor"]
-        processed = processor is not None and processor is not NOT_PASSED
-        if processed:
+        if processed := callable(processor):
             arguments["output_processor"] = functools.partial(_process, processor, running)
         left_out = labels is not None and mtp == "off" and mtp_layers(patch.model) > 0
         if left_out and not arguments["mtp_in_postprocess"]:  # NOT_PASSED where there is none
-            arguments["hidden_states"] = of_main_head(patch.model, arguments["hidden_states"])
+            joined = arguments["hidden_states"]
+            assert isinstance(joined, Tensor)
+            arguments["hidden_states"] = of_main_head(patch.model, joined)
         cut = without_mtp(patch.model) if left_out else contextlib.nullcontext()
         with patch.running(running), cut:
             output = arguments.call(wrapped)
+        is_hidden = labels is NOT_PASSED or (labels is not None and tokens is NOT_PASSED)
+        if checked and running.reached and is_hidden:
+            raise ValueError(f"check_labels: expected False for {method.unclear}")
         if processed:
             return output
         if labels is None:
             patch.check_lazy(call, running)
             return output
-        if labels is not NOT_PASSED:
+        if labels is NOT_PASSED:
+            patch.check_asked(call, running)
+        else:
             patch.check_reached(call, running)
         output = patch.blocks.recomputable(output)
         return attach_backward_hooks(output, patch.model, patch.layer)
@@ -454,27 +492,3 @@ def _process(processor: Callable[..., object], running: ForwardState, **given: o
         return processor(**given)
     finally:
         running.in_processor = False
-
-
-class _Arguments:
-    """A call's arguments by name, wherever they were put: NOT_PASSED for one that is not there."""
-
-    def __init__(
-        self, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> None:
-        self._bound = signature.bind(*args, **kwargs)
-        self._bound.apply_defaults()
-        rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-        self._rest: dict[str, object] = self._bound.arguments[rest[0]] if rest else {}
-
-    def __getitem__(self, name: str) -> Any:
-        return self._bound.arguments.get(name, self._rest.get(name, NOT_PASSED))
-
-    def __setitem__(self, name: str, value: object) -> None:
-        if name in self._bound.arguments:
-            self._bound.arguments[name] = value
-        else:
-            self._rest[name] = value
-
-    def call(self, function: Callable[..., object]) -> object:
-        return function(*self._bound.args, **self._bound.kwargs)

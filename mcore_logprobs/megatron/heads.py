@@ -87,10 +87,11 @@ def _outermost(module: nn.Module) -> list[nn.Module]:
 
 
 def has_head(language_model: object) -> bool:
-    """Whether this pipeline stage has an output layer."""
+    """Whether this pipeline stage ends in an output layer."""
     return (
         getattr(language_model, "output_layer", None) is not None
         and getattr(language_model, "post_process", True) is not False
+        and getattr(language_model, "add_decoder", True) is not False  # T5Model's encoder stage
     )
 
 

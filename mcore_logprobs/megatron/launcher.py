@@ -99,10 +99,11 @@ class Launcher:
                 "a parser of its own, which never saw the flags"
             )
         if self.given and not self.patched:
+            seen = "; ".join(self._passed_over) or "no model"
             raise LaunchError(
                 f"{self.given[0]} was given, but no model was patched: expected the script to "
-                "build a GPTModel, HybridModel or MambaModel through megatron.training; what was "
-                f"seen there: {'; '.join(self._passed_over) or 'no model'}"
+                "build a GPTModel, HybridModel, MambaModel, T5Model or BertModel through "
+                f"megatron.training; what was seen there: {seen}"
             )
 
     # The flags.

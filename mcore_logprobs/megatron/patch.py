@@ -26,10 +26,10 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
     """Make `model(..., labels=labels)` return what `config` asks for on the last pipeline stage.
 
     Args:
-        model: a GPTModel, HybridModel or MambaModel, any wrapper around one (DDP, Float16Module,
-            FSDP, `torch.compile`, PEFT, a vision-language model), or a list of virtual pipeline
-            chunks. Stages without an output layer are left as they are. It may also be wrapped
-            later.
+        model: a GPTModel, HybridModel, MambaModel, T5Model or BertModel, any wrapper around one
+            (DDP, Float16Module, FSDP, `torch.compile`, PEFT, a vision-language model), or a list of
+            virtual pipeline chunks. Stages without an output layer are left as they are. It may
+            also be wrapped later.
         config: None reads `model.config` (`LogprobConfig.from_transformer_config`).
 
     Returns: a `PatchHandle`; call its `.remove()`, or use it as a context manager.
@@ -48,6 +48,9 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
     The head multiplies and rounds as its layer does. Under autocast it multiplies in autocast's
     dtype. If the layer has an `output_dtype`, the logits are rounded to it.
 
+    T5Model and BertModel call their labels `lm_labels`. A BertModel returns a pair, whose first
+    part is replaced. Its labels are not the next tokens, so `check_labels` is refused.
+
     A model class with a `compute_language_model_loss` of its own is called with real logits under
     `output="loss"`, and refused under `output="stats"`.
 
@@ -61,8 +64,8 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
         ValueError: on every stage: no language model found; settings that are not a LogprobConfig,
             misspelled on `model.config` or not supported yet; a head that cannot be fused under
             `fused="require"`; a loss of the model's own that the settings would leave out. On the
-            head's stage: already patched with another config; a vocab_size or invariant_segments
-            that the head cannot have. Nothing is patched then.
+            head's stage: already patched with another config; a vocab_size, invariant_segments or
+            check_labels that the model cannot have. Nothing is patched then.
     """
     return _patched(model, config, _of_all_stages)
 
