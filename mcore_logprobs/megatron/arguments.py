@@ -36,10 +36,10 @@ class HeadMethod:
         tokens = _FOLLOWED[labels]
         self.labels = labels if _takes(self.signature, labels) else ""
         self.tokens = tokens if self.labels and _takes(naming, tokens) else ""
-        whose = f"{type(model).__name__}, whose {self.name} has"
-        self._lacks_labels = f"{whose} neither {' nor '.join(_FOLLOWED)}"
-        self._lacks_tokens = f"{whose} no {tokens} that {labels} could follow"
-        self._hides = f"{whose} *args or **kwargs that do not show whether there are {labels}"
+        whose = f"{type(model).__name__}, whose {self.name}"
+        self._lacks_labels = f"{whose} has neither labels nor lm_labels"
+        self._lacks_tokens = f"{whose} has no {tokens} that {labels} could follow"
+        self._hides = f"{whose} has *args or **kwargs that do not show whether there are {labels}"
 
     @property
     def lacking(self) -> str:
