@@ -32,27 +32,25 @@ CALLS = [
 ]
 
 
-def cases_of(name: str, source: str, **fixed: Any) -> Iterator[Case]:
+def cases_of(name: str, source: str, **fixed: Any) -> list[Case]:
     """The defaults, and each other value of each of the operation's own options."""
     op = OPERATIONS[name]
     axes = axes_of(op, source)
     setting = {axis: values[0] for axis, values in axes.items()}
     setting |= {axis: x for axis, x in fixed.items() if axis != "chunk_size" or axis in axes}
-    for axis, values in {"tp": (setting["tp"],), **op.axes, **op.options}.items():
-        if axis in axes and (axis == "tp" or axis not in fixed):
-            for value in values[axis != "tp" :]:
-                if allowed(op, other := setting | {axis: value}):
-                    yield Case(name, other)
+    own = {axis: axes[axis] for axis in (op.axes | op.options).keys() & axes.keys() - fixed.keys()}
+    others = [setting | {axis: x} for axis, values in own.items() for x in values[1:]]
+    return [Case(name, one) for one in (setting, *others) if allowed(op, one)]
 
 
 class Memory(NamedTuple):
-    """Of a forward or a backward; bytes of float32 copies of a chunk are `COPY`.
+    """Of a forward or a backward, in bytes; a chunk's logits in float32 are `COPY`.
 
     Attributes:
         large: shape and dtype of the tensors of more than two copies.
-        peak: bytes that lived at once.
-        left: bytes that lived when it was over.
-        results: bytes of its results, or of the gradients.
+        peak: what lived at once.
+        left: what lived when it was over.
+        results: its results, or the gradients.
     """
 
     large: set[tuple[tuple[int, ...], torch.dtype]]
@@ -103,7 +101,7 @@ def memory_of(case: Case, by: str) -> list[Memory]:
 @pytest.mark.parametrize("by", ["chunk_size", "budgets"])
 @pytest.mark.parametrize(("name", "source"), CALLS)
 def test_memory_is_a_few_chunks(name: str, source: str, by: str) -> None:
-    cases = list(wide_cases_of(name, source, by, tp=1))
+    cases = wide_cases_of(name, source, by, tp=1)
     assert cases
     for case in cases:
         check_memory(case, memory_of(case, by))
@@ -111,12 +109,12 @@ def test_memory_is_a_few_chunks(name: str, source: str, by: str) -> None:
 
 @pytest.mark.parametrize(("name", "source"), CALLS)
 def test_memory_of_two_ranks_is_too(ranks: Any, name: str, source: str) -> None:
-    case = next(wide_cases_of(name, source, "budgets", tp=2))
+    case = wide_cases_of(name, source, "budgets", tp=2)[0]
     for found in ranks(2).run(memory_of, case, "budgets"):
         check_memory(case, found)
 
 
-def wide_cases_of(name: str, source: str, by: str, tp: int) -> Iterator[Case]:
+def wide_cases_of(name: str, source: str, by: str, tp: int) -> list[Case]:
     fixed = {"tp": tp, "lead": f"[{ROWS}]", "vocab": tp * WIDE, "dtype": "bfloat16"}
     fixed |= {"chunk_size": CHUNK} if by == "chunk_size" else {}
     fixed |= {"h": HIDDEN} if source == "hidden" else {"values": "flat to peaked"}
@@ -182,7 +180,7 @@ def products_of(case: Case) -> tuple[float, float]:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", [name for name, source in CALLS if source == "hidden"])
 def test_products_are_of_the_rows_that_count(name: str, how: str) -> None:
-    cases = list(cases_of(name, "hidden", lead=f"[{COUNT}]", h=WIDTH, **HOW[how]))
+    cases = cases_of(name, "hidden", lead=f"[{COUNT}]", h=WIDTH, **HOW[how])
     assert cases
     for case in cases:
         if case.setting.get("invariant_segments"):
