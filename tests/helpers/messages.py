@@ -153,7 +153,12 @@ def _fills(part: str) -> bool:
     return (
         not part
         or _is_value(part)
-        or any(_is_of(text, part) for text, known in _texts().items() if known <= words)
+        or any(
+            _is_of(text, part)
+            for word in words
+            for text, known in _by_longest_word().get(word, ())
+            if known <= words
+        )
         or any(
             _fills(part[: cut.start()]) and _fills(part[cut.end() :])
             for cut in re.finditer("[,;:] ", part)
@@ -205,6 +210,14 @@ def _texts() -> dict[Pieces, frozenset[str]]:
             text = tuple(" ".join(f"|{piece}|".split())[1:-1] for piece in _pieces(node)[::2])
             if words := frozenset(_WORD.findall(" ".join(text))):
                 found[text] = words
+    return found
+
+
+@functools.cache
+def _by_longest_word() -> dict[str, list[tuple[Pieces, frozenset[str]]]]:
+    found: dict[str, list[tuple[Pieces, frozenset[str]]]] = {}
+    for text, known in _texts().items():
+        found.setdefault(max(known, key=lambda word: (len(word), word)), []).append((text, known))
     return found
 
 
