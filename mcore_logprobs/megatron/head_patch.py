@@ -419,9 +419,9 @@ class _WithLabels:
         patch = self.__self__
         method = patch.method
         arguments = Arguments(method, args, kwargs)
-        call, wrapped = patch.call, patch.original(method.name)
+        call = patch.call
         if arguments.ends_before_head:
-            return arguments.call(wrapped)
+            return arguments.call(patch.original(method.name))
         labels, mtp = arguments.labels, call.config.mtp
         patch.blocks.check_recomputed()
         block_labels = _DRAWN if call.draw is not None else call.target
@@ -456,7 +456,8 @@ class _WithLabels:
         samples = any(x is not None and x is not NOT_PASSED for x in contexts)
         running = ForwardState(labels, arguments["loss_mask"], samples=samples)
         processor = arguments["output_processor"]
-        if processed := callable(processor):
+        processed = processor is not None and processor is not NOT_PASSED
+        if processed:
             arguments["output_processor"] = functools.partial(_process, processor, running)
         left_out = labels is not None and mtp == "off" and mtp_layers(patch.model) > 0
         if left_out and not arguments["mtp_in_postprocess"]:  # NOT_PASSED where there is none
@@ -465,7 +466,8 @@ class _WithLabels:
             arguments["hidden_states"] = of_main_head(patch.model, joined)
         cut = without_mtp(patch.model) if left_out else contextlib.nullcontext()
         with patch.running(running), cut:
-            output = arguments.call(wrapped)
+            # Looked up here: dynamo, which breaks a graph before it, would find this wrapper again.
+            output = arguments.call(patch.original(method.name))
         is_hidden = labels is NOT_PASSED or (labels is not None and tokens is NOT_PASSED)
         if checked and running.reached and is_hidden:
             raise ValueError(f"check_labels: expected False for {method.unclear}")
@@ -482,11 +484,12 @@ class _WithLabels:
         return attach_backward_hooks(output, patch.model, patch.layer)
 
 
-def _process(processor: Callable[..., object], running: ForwardState, **given: object) -> object:
+def _process(processor: object, running: ForwardState, **given: object) -> object:
     """Call an output processor, which may do anything with the logits that it asks for.
 
     `logprob_output_processor` asks for none here: it replaces the layer's forward for its call.
     """
+    assert callable(processor)
     running.in_processor = True
     try:
         return processor(**given)

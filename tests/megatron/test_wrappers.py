@@ -80,6 +80,23 @@ def test_the_model_within_is_patched(name: str, build: Callable[[], Any]) -> Non
         assert [list(x) for x in after] == [list(x) for x in before]
 
 
+@pytest.mark.parametrize("block", ["check_labels", "targets"])
+def test_a_compiled_model_whose_graph_breaks_before_the_head(block: str) -> None:
+    with megatron() as parallel_state:
+        model, batch = gpt(), make_batch(parallel_state)
+        inputs, labels = batch["inputs"], batch["labels"]
+        compiled = torch.compile(model, backend="eager")
+        with patch_model(model, LogprobConfig()) as handle:
+            expected = model(**inputs, labels=labels).logprobs
+            if block == "check_labels":  # which reads numbers back
+                with handle.options(check_labels=True):
+                    found = compiled(**inputs, labels=labels).logprobs
+            else:
+                with handle.targets(labels):
+                    found = compiled(**inputs).logprobs
+        torch.testing.assert_close(found, expected)
+
+
 class Unknown(nn.Module):
     """A model of another kind, whose class has no method to follow labels through."""
 
