@@ -312,7 +312,7 @@ OPERATIONS = {
             ml.linear_topk,
             outputs=("values", "ids"),
             differentiable=("values",),
-            side=lambda draw: {"k": draw.setting["k"]} | draw.mask("hidden"),
+            side=lambda draw: {"k": draw.setting["k"]} | draw.mask("logits", "hidden"),
             positional=("k",),
             axes={"k": (3, 1, 9)},  # 9: more than a shard of three
             allowed=compact_by_mask,
@@ -346,7 +346,7 @@ OPERATIONS = {
             differentiable=("student", "entropy"),
             side=lambda draw: (
                 {"teacher_topk_logits": draw.randn(4), "teacher_topk_ids": draw.ids(4)}
-                | draw.mask("hidden")
+                | draw.mask("logits", "hidden")
             ),
             positional=("teacher_topk_logits", "teacher_topk_ids"),
             options={

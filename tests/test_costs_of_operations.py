@@ -98,11 +98,19 @@ def memory_of(case: Case, by: str) -> list[Memory]:
 # ---- memory -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by", ["chunk_size", "budgets"])
-@pytest.mark.parametrize(("name", "source"), CALLS)
+@pytest.mark.parametrize(
+    ("name", "source", "by"),
+    [
+        (*call, by)
+        for call in CALLS
+        for by in ("chunk_size", "budgets")
+        if by not in OPERATIONS[call[0]].without
+    ],
+)
 def test_memory_is_a_few_chunks(name: str, source: str, by: str) -> None:
-    cases = wide_cases_of(name, source, by, tp=1)
-    assert cases
+    more = {"softcap": 8.0, "bias": True} if source == "hidden" else {"logit_bias": "pairs"}
+    cases = wide_cases_of(name, source, by, tp=1) + wide_cases_of(name, source, by, 1, **more)[:1]
+    assert len(cases) > 1
     for case in cases:
         check_memory(case, memory_of(case, by))
 
@@ -114,11 +122,11 @@ def test_memory_of_two_ranks_is_too(ranks: Any, name: str, source: str) -> None:
         check_memory(case, found)
 
 
-def wide_cases_of(name: str, source: str, by: str, tp: int) -> list[Case]:
+def wide_cases_of(name: str, source: str, by: str, tp: int, **more: Any) -> list[Case]:
     fixed = {"tp": tp, "lead": f"[{ROWS}]", "vocab": tp * WIDE, "dtype": "bfloat16"}
     fixed |= {"chunk_size": CHUNK} if by == "chunk_size" else {}
     fixed |= {"h": HIDDEN} if source == "hidden" else {"values": "flat to peaked"}
-    return cases_of(name, source, **fixed)
+    return cases_of(name, source, **fixed, **more)
 
 
 def check_memory(case: Case, found: list[Memory]) -> None:

@@ -221,7 +221,7 @@ def test_a_spoilt_row_is_nan_and_no_other(ranks: Any, tp: int) -> None:
 def test_rows_of_minus_infinity_alone(ranks: Any, tp: int) -> None:
     """No NaN in any value, finite gradients, and every other row as it was."""
     jobs, failed = [], []
-    for line in (*LINES, "gather logits", "topk logits"):
+    for line in (*LINES, "gather logits", "topk logits", "answers logits topk=3 log_softmax=False"):
         case = case_of(line, tp)
         if case.source == "logits" and "spoilt" not in case.setting:
             two = "teacher_logits" in Problem(case).side
