@@ -90,6 +90,7 @@ def call_sampling(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> t
 
 CANDIDATES = ("_TOP_P_CANDIDATES", "_MAX_CANDIDATES")
 PER_TOKEN = ("logprobs", "entropy", "target_rank", "sum_pi_squared", "lse")
+WITH_A_GRADIENT = tuple(name for name in PER_TOKEN if name != "target_rank")
 
 
 def candidates_of(draw: Draw) -> Side:
@@ -191,6 +192,7 @@ STATISTICS = {
     "label_smoothing": (0.0, 0.1),
 }
 FLAGS = tuple(name for name, values in STATISTICS.items() if values is BOTH)
+EVERY_STATISTIC = dict.fromkeys(FLAGS, True)  # what a call asks for that wants every statistic
 KINDS = {
     "kind": (
         "forward",
@@ -237,7 +239,7 @@ OPERATIONS = {
             statistics,
             ml.vocab_parallel_token_stats,
             ml.linear_token_stats,
-            differentiable=("logprobs", "entropy", "sum_pi_squared", "lse"),
+            differentiable=WITH_A_GRADIENT,
             side=target_of,
             positional=("target",),
             options=STATISTICS | SEGMENTED,

@@ -19,6 +19,7 @@ from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.kernels import budgets
 from tests.helpers.heads import linear_filtered_stats, make_problem, shard_problem
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
+from tests.ops import EVERY_STATISTIC, WITH_A_GRADIENT
 
 
 def _problem() -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
@@ -83,11 +84,10 @@ def test_filters_and_the_whole_distribution_from_one_pass():
     leaves = dict(zip(names, (x.double().requires_grad_() for x in inputs), strict=True))
     hidden, weight, bias, a, b = leaves.values()
     options = {"vocab_size": 20, "temperature": torch.rand(lead) + 0.5}
-    wanted = {"entropy": True, "target_rank": True, "sum_pi_squared": True}
     filters = {"top_k": 9, "top_p": 0.7}
     head = {"bias": bias, "lora": (a, b, 0.4), "softcap": 5.0, "logit_scale": 0.8}
     z = 5.0 * torch.tanh((hidden @ weight.t() + 0.4 * hidden @ a.t() @ b.t()) * (0.8 / 5.0)) + bias
-    exact = vocab_parallel_token_stats(z, problem.target, **options, **wanted)
+    exact = vocab_parallel_token_stats(z, problem.target, **options, **EVERY_STATISTIC)
     kept = vocab_parallel_sampling_logprobs(z, problem.target, **options, **filters)
     exact = dataclasses.replace(exact, logprobs=kept)
     for compact in (False, True):
@@ -99,11 +99,11 @@ def test_filters_and_the_whole_distribution_from_one_pass():
             compact=compact,
             **head,
             **options,
-            **wanted,
+            **EVERY_STATISTIC,
             **filters,
         )
         assert torch.equal(found.target_rank, exact.target_rank)
-        for chosen in (("logprobs",), ("logprobs", "entropy", "sum_pi_squared", "lse"), ("lse",)):
+        for chosen in (("logprobs",), WITH_A_GRADIENT, ("lse",)):
             pairs = [(getattr(found, name), getattr(exact, name)) for name in chosen]
             mine, theirs = zip(*pairs, strict=True)
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)

@@ -18,8 +18,9 @@ from mcore_logprobs.kernels.stats import merge
 from mcore_logprobs.ops import row_statistics
 from mcore_logprobs.sources import head_operands as fused_head
 from mcore_logprobs.sources.head_gradients import HeadGradient
-from tests.helpers.invariance import ASKED, FIELDS, assert_same_bits, same_bits
+from tests.helpers.invariance import assert_same_bits, same_bits
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
+from tests.ops import EVERY_STATISTIC, PER_TOKEN
 
 SEGMENTS = 4
 # A segment of two product blocks, the second narrow and odd; the vocabulary ends in the third.
@@ -36,7 +37,7 @@ def inputs(rows: int, sizes: dict[str, int], dtype: torch.dtype) -> dict[str, Te
         "bias": torch.randn(sizes["vocab"]).to(dtype),
         "target": target,
         "temperature": 0.5 + torch.rand(rows),
-        "upstream": torch.randn(len(FIELDS) - 1, rows),
+        "upstream": torch.randn(len(PER_TOKEN) - 1, rows),
     }
 
 
@@ -57,7 +58,7 @@ def stats_and_gradients(
         for x in (hidden, given["weight"][own], given["bias"][own])
     ]
     options |= {"temperature": given["temperature"], "bias": leaves[2], "tp_group": world_group()}
-    options |= ASKED
+    options |= EVERY_STATISTIC
     if policy:
         loss, stats = linear_policy_loss(
             *leaves[:2], given["target"], lambda logp, h, g: logp * g + h, given["upstream"][0],
@@ -65,7 +66,7 @@ def stats_and_gradients(
         )  # fmt: skip
     else:
         stats = linear_token_stats(*leaves[:2], given["target"], **options)
-    found = {name: getattr(stats, name) for name in FIELDS}
+    found = {name: getattr(stats, name) for name in PER_TOKEN}
     if gradients:
         roots = [value for name, value in found.items() if name != "target_rank"]
         upstream = list(given["upstream"])
@@ -93,7 +94,7 @@ def joined(runs: list[dict[str, Tensor]], *, scattered: bool = False) -> dict[st
 
 
 def only_values(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: found[name] for name in FIELDS}
+    return {name: found[name] for name in PER_TOKEN}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,9 +153,9 @@ def test_compiled_kernels_give_the_same_bits_for_any_chunk_and_rows() -> None:
         stats = linear_token_stats(
             given["hidden"][rows], given["weight"], given["target"][rows],
             temperature=given["temperature"][rows], vocab_size=3900, backend="inductor",
-            invariant_segments=SEGMENTS, chunk_size=chunk_size, **ASKED,
+            invariant_segments=SEGMENTS, chunk_size=chunk_size, **EVERY_STATISTIC,
         )  # fmt: skip
-        return {name: getattr(stats, name) for name in FIELDS}
+        return {name: getattr(stats, name) for name in PER_TOKEN}
 
     every = torch.arange(40)
     whole = found(every)

@@ -15,8 +15,9 @@ from mcore_logprobs import (
     vocab_parallel_token_stats,
 )
 from mcore_logprobs.bench.counting import CollectivesMade
-from tests.helpers.invariance import ASKED, FIELDS, assert_same_bits, same_bits
+from tests.helpers.invariance import assert_same_bits, same_bits
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
+from tests.ops import EVERY_STATISTIC, PER_TOKEN
 
 SEGMENTS = 8
 # One whole block and a part of one in each segment; the true vocabulary ends inside the sixth.
@@ -30,7 +31,7 @@ def inputs(rows: int, sizes: dict[str, int], dtype: torch.dtype) -> dict[str, Te
     whole[1, 5:900] = -torch.inf
     target = torch.randint(0, sizes["vocab_size"], (rows,))
     target[rows // 2] = -100
-    names = [name for name in FIELDS if name != "target_rank"]
+    names = [name for name in PER_TOKEN if name != "target_rank"]
     return {
         "whole": whole,
         "target": target,
@@ -49,10 +50,10 @@ def stats_and_gradient(given: dict[str, Tensor], **options: Any) -> dict[str, Te
         given["target"],
         temperature=given["temperature"],
         tp_group=world_group(),
-        **ASKED,
+        **EVERY_STATISTIC,
         **options,
     )
-    found = {name: getattr(stats, name) for name in FIELDS}
+    found = {name: getattr(stats, name) for name in PER_TOKEN}
     roots = [value for name, value in found.items() if name != "target_rank"]
     (grad,) = torch.autograd.grad(roots, logits, list(given["upstream"].to(roots[0].dtype)))
     return {name: value.detach() for name, value in found.items()} | {"grad": grad}
@@ -80,7 +81,8 @@ def every_way(given: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
 
 def joined(runs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     for run in runs[1:]:
-        assert_same_bits({n: run[n] for n in FIELDS}, {n: runs[0][n] for n in FIELDS}, "ranks")
+        first, other = ({name: x[name] for name in PER_TOKEN} for x in (runs[0], run))
+        assert_same_bits(other, first, "ranks")
     return runs[0] | {"grad": torch.cat([run["grad"] for run in runs], -1)}
 
 
@@ -100,7 +102,7 @@ def test_bits_are_the_same_at_any_tensor_parallel_size_chunk_and_company(
         vocab_size=WIDE["vocab_size"], softcap=20.0,
     )  # fmt: skip
     near = {"rtol": 1e-5, "atol": 1e-5}
-    for name in FIELDS:
+    for name in PER_TOKEN:
         torch.testing.assert_close(found[0][name], exact[name].to(found[0][name].dtype), **near)
 
 

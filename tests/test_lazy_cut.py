@@ -13,6 +13,7 @@ import mcore_logprobs as ours
 from mcore_logprobs.sources.lazy import LazyLogits
 from tests.helpers.lazy import Seen, lazy_logits
 from tests.helpers.shards import on_ranks, world_group
+from tests.ops import EVERY_STATISTIC, PER_TOKEN
 
 S, B, H, V, TRUE = 5, 2, 7, 18, 13
 N = S * B
@@ -61,14 +62,8 @@ def labels(x: Tensor) -> Tensor:
 
 
 def statistics(x: Tensor) -> Tensor:
-    found = ours.vocab_parallel_token_stats(
-        x, labels(x), entropy=True, target_rank=True, sum_pi_squared=True
-    )
-    assert found.entropy is not None
-    assert found.target_rank is not None
-    assert found.sum_pi_squared is not None
-    parts = found.logprobs, found.entropy, found.target_rank, found.lse, found.sum_pi_squared
-    return torch.stack([part.float() for part in parts], -1)
+    found = ours.vocab_parallel_token_stats(x, labels(x), **EVERY_STATISTIC)
+    return torch.stack([getattr(found, name).float() for name in PER_TOKEN], -1)
 
 
 def chosen(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from mcore_logprobs.kernels import budgets
 from tests.engine.cases import NARROW
 from tests.helpers.lazy import lazy_logits
 from tests.helpers.shards import world_group, world_rank, world_size
+from tests.ops import EVERY_STATISTIC
 from tests.test_lazy import _TEMPERATURES, B, H, S, V, gradients, head, of_rows
 
 
@@ -38,7 +39,7 @@ def consumers(teacher: Tensor, lead: torch.Size) -> dict[str, Any]:
         "entropy": ours.vocab_parallel_entropy,
         "target_rank": lambda x, **k: ours.vocab_parallel_target_rank(x, target, **k),
         "token_stats": lambda x, **k: ours.vocab_parallel_token_stats(
-            x, target, entropy=True, sum_pi_squared=True, target_rank=True, **k
+            x, target, **EVERY_STATISTIC, **k
         ),
         "log_softmax": ours.vocab_parallel_log_softmax,
         "topk": lambda x, **k: ours.vocab_parallel_topk(x, 3, **k),

@@ -21,7 +21,7 @@ from mcore_logprobs import (
 from tests.engine import run
 from tests.engine.cases import Case, Problem, kept_rows, parse
 from tests.helpers.shards import VOCAB, on_ranks, shard, world_group, world_rank, world_size
-from tests.ops import OPERATIONS
+from tests.ops import FLAGS, OPERATIONS
 
 TRUE = 19  # of VOCAB columns: the last shard of 3 holds masked ones
 ROWS = 12
@@ -30,12 +30,13 @@ SILENT = [1, 2, 9]  # upstream 0
 
 KINDS = ("forward", "reverse", "jsd", "skewed_forward", "skewed_reverse", "total_variation")
 FILTERS = ("top_k=6", "top_p=0.8", "top_k=6 top_p=0.8", "replay=True")
+EVERY = " ".join(f"{flag}=True" for flag in FLAGS)
 # Cases of the engine. What is spoilt is `logits` or `hidden`, where no name is given.
 LINES = [
     *(
         f"{name} logits"
         for name in (
-            "token_stats entropy=True sum_pi_squared=True label_smoothing=0.1",
+            f"token_stats {EVERY} label_smoothing=0.1",
             "answers entropy=True",
             "logprobs",
             "entropy",
@@ -56,7 +57,7 @@ LINES = [
     *(
         f"{name} hidden chunk_size=3 softcap=8.0 bias=True"
         for name in (
-            "token_stats entropy=True sum_pi_squared=True",
+            f"token_stats {EVERY}",
             "gather log_softmax=True",
             "topk_distill",
             "topk_kl_div",

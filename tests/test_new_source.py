@@ -37,6 +37,7 @@ from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import LogitIndices, Source, Write, entry_gradients
 from tests.helpers.shards import world_group, world_rank, world_size
+from tests.ops import EVERY_STATISTIC
 
 ROWS, TILE, BLOCK = 5, 2, 4
 WIDTH, VOCAB = 12, 10  # of all ranks: two columns are padding
@@ -206,7 +207,7 @@ def weighted(x: Tensor) -> Tensor:
 
 
 def operations(source: Source, target: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    wanted = Statistics.of(entropy=True, target_rank=True, sum_pi_squared=True)
+    wanted = Statistics.of(**EVERY_STATISTIC)
     stats = token_stats(source, target, wanted, ignore_index=-100)
     found = {k: v for k, v in vars(stats).items() if isinstance(v, Tensor)}
     found["gather"] = gather(source, ids)

@@ -7,16 +7,20 @@ that hold every pair of settings: 100 an operation, or MCORE_LOGPROBS_DEEP.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import os
 import random
 
 import pytest
 
+from mcore_logprobs.debug import invariance
+from mcore_logprobs.kernels.stats import RowResults
+from mcore_logprobs.ops.row_statistics import Statistics
 from tests.engine import cases, run
 from tests.helpers.covering import covering
 from tests.helpers.distributed import get_pool
-from tests.ops import OPERATIONS
+from tests.ops import FLAGS, OPERATIONS, PER_TOKEN
 
 DEEP = int(os.environ.get("MCORE_LOGPROBS_DEEP", "100"))
 CALLS = [(name, source) for name, op in OPERATIONS.items() for source in op.sources]
@@ -116,6 +120,14 @@ def test_a_wrong_operation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dlogits: error" in message
     line = message.splitlines()[0].removeprefix("python -m tests.engine ")
     assert str(cases.parse(line.split())) == str(case)
+
+
+def test_the_table_has_every_statistic() -> None:
+    """What tests make from it asks for all there are; one that is missing is never tried."""
+    flags = inspect.signature(Statistics.of).parameters.values()
+    assert {p.name for p in flags if p.default is False} == set(FLAGS)
+    assert set(RowResults._fields) == set(PER_TOKEN)
+    assert {name: True for name in FLAGS if name != "target_rank"} == invariance._FLAGS
 
 
 def test_covering_holds_every_pair_that_fits() -> None:

@@ -28,7 +28,7 @@ from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import finished_logits
 from tests.kernels.interpreter import interpreted
 from tests.megatron.common import VOCAB, make_batch, megatron, tiny_config
-from tests.ops import FLAGS
+from tests.ops import EVERY_STATISTIC
 from tests.test_costs_hidden import mapped, policy_loss
 
 # Three tiles of 5 rows by 4 blocks of columns, the last of either shorter.
@@ -76,9 +76,6 @@ class Head:
         return list(torch.autograd.grad(wanted, [self.hidden, self.weight], incoming, **how))
 
 
-EVERYTHING = dict.fromkeys(FLAGS, True)
-
-
 @contextmanager
 def cut_small() -> Iterator[None]:
     with budgets.use(SMALL):
@@ -101,7 +98,7 @@ def error(found: list[Tensor], exact: list[Tensor]) -> float:
 def test_values_are_the_same_bits_and_gradients_as_close_to_float64(
     dtype: torch.dtype, setting: dict[str, Any]
 ) -> None:
-    head, options = Head.of(dtype), {**EVERYTHING, **setting}
+    head, options = Head.of(dtype), {**EVERY_STATISTIC, **setting}
     if setting.get("temperature"):
         options["temperature"] = 0.5 + torch.rand(ROWS, generator=torch.Generator().manual_seed(0))
     exact = Head(
@@ -128,8 +125,8 @@ def test_rounded_logits_cost_no_digit_that_bfloat16_has(spread: float) -> None:
     """From nearly equal logits, where log p + H is all difference, to those of certain tokens."""
     head = Head.of(torch.bfloat16, spread)
     with cut_small():
-        before = head.gradients(head.stats(**EVERYTHING))
-        after = head.gradients(head.stats(**EVERYTHING, saved_bytes=ALL))
+        before = head.gradients(head.stats(**EVERY_STATISTIC))
+        after = head.gradients(head.stats(**EVERY_STATISTIC, saved_bytes=ALL))
     assert error(after, before) < 2.0**-9
 
 
@@ -144,7 +141,7 @@ def test_no_kept_logit_is_written_over() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         head = Head.of(dtype)
         with cut_small(), saved_tensors_hooks(pack, lambda x: x):
-            stats = head.stats(**EVERYTHING, saved_bytes=ALL)
+            stats = head.stats(**EVERY_STATISTIC, saved_bytes=ALL)
             first = head.gradients(stats, retain_graph=True)
             second = head.gradients(stats)
         assert all(map(torch.equal, first, second))

@@ -129,7 +129,6 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
     "softcap": [(bad, "softcap: expected") for bad in (-1.0, 0.0, float("nan"), 1e300)],
     "logit_scale": [(bad, "logit_scale: expected") for bad in (0.0, float("nan"), 1e-40)],
     "logits_dtype": [(torch.int8, "logits_dtype: expected")],
-    "compact": [("yes", "compact: expected True or False")],
     "rows": [
         ([0], "rows: expected a torch.Tensor"),
         (torch.tensor([0.0]), "rows: expected int64"),
@@ -163,11 +162,8 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
         (3, "disallowed_ids: expected integers [k], got 3"),
         (torch.arange(VOCAB), "expected at least one id to remain, got all 24"),
     ],
-    "sequence_parallel": [("yes", "sequence_parallel: expected True or False")],
     "saved_bytes": [(bad, "saved_bytes: expected an int >= 0") for bad in (-1, 1.5, True, "1GiB")],
     "gradient_accumulation_fusion": [(True, "expected weight.main_grad")],
-    "entropy": [(1, "entropy: expected True or False")],
-    "target_rank": [(1, "target_rank: expected True or False")],
     "label_smoothing": [
         (bad, "label_smoothing: expected") for bad in (1.0, -0.1, 2, float("nan"), "a little")
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,6 +154,13 @@ class Subject:
 
     def function(self, source: str) -> Callable[..., Any] | None:
         return self.from_logits if source == "logits" else self.from_hidden
+
+    def flags(self, source: str) -> list[str]:
+        """The keywords of the public call that are True or False."""
+        function = self.function(source)
+        assert function is not None
+        parameters = inspect.signature(function).parameters
+        return [name for name, p in parameters.items() if isinstance(p.default, bool)]
 
     def __call__(
         self, source: str, head: tuple[Tensor, ...], side: Side, keywords: dict[str, Any]

@@ -266,6 +266,7 @@ def refusals(case: Case) -> list[tuple[str, str, list[str]]]:
     taken |= {"disallowed_ids"} if "logit_bias" in taken else set()
     taken -= {*op.without, *op.passed_on} | ({"bias", "lora"} if case.source == "logits" else set())
     shared = [({n: bad}, words) for n in MISTAKES if n in taken for bad, words in MISTAKES[n]]
+    shared += [({n: 1}, f"{n}: expected True or False") for n in op.flags(case.source)]
     together = [(bad, words) for bad, words in MISTAKES_TOGETHER if taken.issuperset(bad)]
     for changes, words in (*shared, *together, *op.mistakes):
         mine = place(case, Problem(case))

@@ -5,11 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.ops import FLAGS, PER_TOKEN
-
-# What calls ask for, and what they give then.
-ASKED = dict.fromkeys(FLAGS, True)
-FIELDS = PER_TOKEN
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

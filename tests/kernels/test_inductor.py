@@ -147,7 +147,7 @@ def test_columns_behind_the_last_block(behind, monkeypatch):
 def test_several_entries_of_a_row(dtype, count, monkeypatch):
     """Repeated ones, ones that are elsewhere, rows without any: one compiled pass writes them."""
     logits, target = make_rows(dtype, strided=False)
-    spec = StatsSpec(entropy=True, sum_pi_squared=True)
+    spec = replace(FULL, rank=False)
     chunk, terms = chunk_of(logits), make_terms(logits, target, spec)
     columns = torch.randint(-1, 4, (ROWS, count))  # 4 of them named often, some of them -1
     columns[:, 0], columns[7] = target, -1

@@ -15,7 +15,7 @@ from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, by_name, merge
-from tests.helpers.invariance import ASKED, FIELDS, assert_same_bits, same_bits
+from tests.helpers.invariance import assert_same_bits, same_bits
 from tests.helpers.memory import TensorsMade
 from tests.kernels.common import (
     DEVICE,
@@ -29,6 +29,7 @@ from tests.kernels.common import (
     segment_stats,
 )
 from tests.kernels.interpreter import interpreted
+from tests.ops import EVERY_STATISTIC, PER_TOKEN
 
 INVARIANT = inductor.INVARIANT
 ROWS, SEGMENTS = 3, 4
@@ -105,9 +106,9 @@ def test_triton_by_name_through_the_public_operation():
     def found(rows: slice, backend: str = "triton", segments: int | None = 4) -> dict[str, Tensor]:
         stats = vocab_parallel_token_stats(
             logits[rows], target[rows], backend=backend, invariant_segments=segments,
-            vocab_size=300, **ASKED,
+            vocab_size=300, **EVERY_STATISTIC,
         )  # fmt: skip
-        return {name: getattr(stats, name) for name in FIELDS}
+        return {name: getattr(stats, name) for name in PER_TOKEN}
 
     whole = found(slice(0, 4))
     for name, exact in found(slice(0, 4), "torch", None).items():
@@ -128,8 +129,8 @@ class Compiled:
     Every shard is worked on in turn, since kernels never communicate.
     """
 
-    def __init__(self, dtype: torch.dtype, valid: int, **wanted: bool) -> None:
-        self.spec = StatsSpec(**wanted)
+    def __init__(self, dtype: torch.dtype, valid: int, spec: StatsSpec) -> None:
+        self.spec = spec
         self.logits = (3.0 * torch.randn(COUNT, COLUMNS)).to(dtype)
         self.logits[1, 5:900] = self.logits[2, : 2 * BLOCK + 9] = -torch.inf
         self.target = torch.randint(valid, (COUNT,))
@@ -170,15 +171,15 @@ class Compiled:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "valid", "wanted"),
+    ("dtype", "valid", "spec"),
     [
-        (torch.float32, COLUMNS - 300, {"entropy": True, "sum_pi_squared": True, "rank": True}),
-        (torch.bfloat16, COLUMNS, {}),
+        (torch.float32, COLUMNS - 300, replace(EVERYTHING, smoothing=False)),
+        (torch.bfloat16, COLUMNS, StatsSpec()),
     ],
     ids=["float32", "bfloat16"],
 )
-def test_compiled_kernels_give_the_same_bits_at_any_tp_and_number_of_rows(dtype, valid, wanted):
-    call = Compiled(dtype, valid, **wanted)
+def test_compiled_kernels_give_the_same_bits_at_any_tp_and_number_of_rows(dtype, valid, spec):
+    call = Compiled(dtype, valid, spec)
     stats, gradient = call.stats(1, call.every), call.gradient(1, call.every)
     eager = call.stats(1, call.every, module=reference)
     torch.testing.assert_close(stats, eager, rtol=2e-6, atol=0.0)
@@ -195,7 +196,7 @@ def test_compiled_kernels_give_the_same_bits_at_any_tp_and_number_of_rows(dtype,
     with TensorsMade():  # a mode, in which torch compiles nothing
         assert_same_bits(call.stats(2, call.every), stats, "in a mode")
     # In blocks of another width, as without segments, the order of the sums is another.
-    threshold = call.threshold if wanted else None
+    threshold = call.threshold if spec.rank else None
     plain = row_stats(inductor, call.whole, call.target, call.spec, threshold)
     assert not same_bits(plain, stats)
     assert not inductor.common._failures

@@ -38,6 +38,7 @@ from mcore_logprobs.kernels.triton.pair_statistics import pair_stats_kernel, pai
 from mcore_logprobs.kernels.triton.scaling import scale_kernel
 from mcore_logprobs.kernels.triton.statistics import stats_kernel
 from tests.kernels.common import EVERYTHING, make_chunk
+from tests.ops import EVERY_STATISTIC, WITH_A_GRADIENT
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
@@ -104,7 +105,7 @@ def _calls(width: int, valid: int) -> dict[str, Callable[[], object]]:
 
     def statistics(**wanted: Any) -> None:
         found = vocab_parallel_token_stats(logits, target, **wanted, **shared)
-        differentiated(found.logprobs, found.entropy, found.sum_pi_squared, by=logits)
+        differentiated(*(getattr(found, name) for name in WITH_A_GRADIENT), by=logits)
 
     def divergence(kind: Any) -> None:
         differentiated(vocab_parallel_kl_div(logits, teacher, kind=kind, **shared), by=logits)
@@ -113,10 +114,9 @@ def _calls(width: int, valid: int) -> dict[str, Callable[[], object]]:
         found = linear_token_stats(hidden, weight, target.view(6), entropy=True, **shared)
         differentiated(found.logprobs, found.entropy, by=hidden)
 
-    everything: dict[str, Any] = dict.fromkeys(("entropy", "target_rank", "sum_pi_squared"), True)
     return {
         "logprobs": statistics,
-        "everything": partial(statistics, **everything, label_smoothing=0.1, temperature=0.7),
+        "everything": partial(statistics, **EVERY_STATISTIC, label_smoothing=0.1, temperature=0.7),
         "softcap": partial(statistics, entropy=True, softcap=30.0),
         "forward": partial(divergence, "forward"),
         "jsd": partial(divergence, "jsd"),

@@ -150,10 +150,12 @@ def test_every_pair_of_settings(setting):
 @interpreted
 def test_one_coefficient_alone_is_something_that_is_asked(entries: int | None) -> None:
     """Kernels pass over rows of which nothing is: every coefficient must count for that."""
-    chunk = make_chunk(torch.randn(5, 300, device=DEVICE), 290)
+    count = len(EVERYTHING.coefficients)
+    chunk = make_chunk(torch.randn(count + 2, 300, device=DEVICE), 290)
     terms = make_terms(chunk, EVERYTHING, entries)
-    coef = torch.zeros(len(EVERYTHING.coefficients), 5, device=DEVICE)
-    for row, of_coefficient in zip((0, 1, 3, 4), coef, strict=True):  # of row 2 nothing is asked
+    coef = torch.zeros(count, count + 2, device=DEVICE)
+    asked = [row for row in range(count + 2) if row % 5 != 2]  # as in `make_terms`
+    for row, of_coefficient in zip(asked[:count], coef, strict=True):
         of_coefficient[row] = 0.5 + row
     upstream = terms.upstream if entries else torch.zeros_like(terms.upstream)
     out = torch.full_like(chunk.logits, torch.nan)

@@ -36,10 +36,10 @@ from tests.engine import run
 from tests.engine.cases import Case, random_cases
 from tests.helpers.covering import covering
 from tests.helpers.distributed import get_pool
-from tests.helpers.invariance import FIELDS
 from tests.kernels.common import DEVICE, make_logits, setting_id
 from tests.kernels.interpreter import interpreted
 from tests.ops import OPERATIONS as TABLE
+from tests.ops import PER_TOKEN
 
 SPEC = StatsSpec(entropy=True, smoothing=True)
 HOW = Processing.of(logit_scale=0.5, softcap=4.0, temperature=0.8)
@@ -105,7 +105,7 @@ def _statistics(z: Tensor, call: Call, **wanted: Any) -> Sequence[Tensor]:
     ranks = ml.vocab_parallel_target_rank(z, call.target, **call.options)
     found = token_stats(z, call.target, entropy=True, target_rank=True, **wanted, **call.options)
     assert torch.equal(found.target_rank, ranks)
-    return [getattr(found, name) for name in FIELDS if getattr(found, name) is not None]
+    return [getattr(found, name) for name in PER_TOKEN if getattr(found, name) is not None]
 
 
 def _divergence(z: Tensor, call: Call, kind: Any) -> Sequence[Tensor]:

@@ -11,9 +11,10 @@ import pytest
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import patch_gpt_model
-from tests.helpers.invariance import ASKED, FIELDS, assert_same_bits
+from tests.helpers.invariance import assert_same_bits
 from tests.megatron.common import VOCAB, make_batch, megatron, tiny_config
 from tests.megatron.test_mtp import logged_metrics
+from tests.ops import EVERY_STATISTIC, PER_TOKEN
 
 
 def bits_of_a_model(tp: int, fused: bool, mtp: bool) -> dict[str, Any]:
@@ -26,11 +27,11 @@ def bits_of_a_model(tp: int, fused: bool, mtp: bool) -> dict[str, Any]:
 
         def call() -> None:
             stats = model(**batch["inputs"], labels=batch["labels"])
-            found.append({name: getattr(stats, name).detach() for name in FIELDS})
+            found.append({name: getattr(stats, name).detach() for name in PER_TOKEN})
 
         for chunk_size in (None, 1, 7):
             config = LogprobConfig(
-                fused=fused, **ASKED, invariant_segments=2, chunk_size=chunk_size,
+                fused=fused, **EVERY_STATISTIC, invariant_segments=2, chunk_size=chunk_size,
                 label_smoothing=0.1 if mtp else 0.0, softcap=4.0 if mtp else None,
             )  # fmt: skip
             with patch_gpt_model(model, config):

@@ -11,7 +11,7 @@ import torch
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from tests.engine.cases import Case, Setting, allowed, axes_of
 from tests.helpers.covering import covering
-from tests.ops import OPERATIONS
+from tests.ops import FLAGS, OPERATIONS
 
 # Padded vocabularies of real models, and the tensor-parallel sizes that they are split over.
 VOCABS = (32000, 32064, 49152, 50304, 64000, 100352, 102400, 128256, 129280, 131072)
@@ -120,8 +120,7 @@ def case_of(row: Setting, seed: int = 0) -> Case:
     setting |= options if op.allowed(setting | options) else {}
     if "invariant_segments" in op.options:  # a kernel for each width: test_large.py has them
         setting["invariant_segments"] = None
-    statistics = ("entropy", "target_rank", "sum_pi_squared")
-    asked = {name: True for name in statistics if name in op.options}
+    asked = {name: True for name in FLAGS if name in op.options}
     setting |= asked if op.allowed(setting | asked) else {}
     if "k" in known:
         setting["k"] = (3, 50, 700)[seed % 3]

@@ -18,6 +18,7 @@ from mcore_logprobs.kernels.largest import largest_columns
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.losses.two_pass import _discounted_ahead
 from tests.engine import run
+from tests.ops import EVERY_STATISTIC, PER_TOKEN
 from tests.sizes import shapes
 
 FAR = 2**30 + 64  # elements between rows: the third begins past 2^31
@@ -32,10 +33,8 @@ def untouched(count: int) -> Tensor:
 
 
 def statistics(z: Tensor, target: Tensor, **options: object) -> tuple[Tensor, ...]:
-    stats = ml.vocab_parallel_token_stats(
-        z, target, entropy=True, target_rank=True, sum_pi_squared=True, **options
-    )
-    return stats.logprobs, stats.entropy, stats.sum_pi_squared, stats.lse, stats.target_rank
+    stats = ml.vocab_parallel_token_stats(z, target, **EVERY_STATISTIC, **options)
+    return tuple(getattr(stats, name) for name in PER_TOKEN)
 
 
 CALLS = {
