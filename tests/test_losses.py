@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import re
@@ -229,6 +230,20 @@ def test_settings_out_of_range(name, tensors, setting, values):
         message = f"{setting}: .*got {re.escape(repr(value))}"
         with pytest.raises(ValueError, match=message):
             getattr(losses, name)(*[torch.zeros(1, 1)] * tensors, **{setting: value})
+
+
+SETTINGS = [
+    (name, field.name)
+    for name, objective in losses.OBJECTIVES.items()
+    for field in dataclasses.fields(objective)
+]
+
+
+@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+def test_every_setting_of_an_objective_is_checked(name, setting):
+    for bad in ([0.5], NAN):
+        with pytest.raises(ValueError, match=f"{setting}: .*got {re.escape(repr(bad))}"):
+            losses.OBJECTIVES[name](**{setting: bad})
 
 
 ZERO, HIGH = torch.zeros(1, 1), {"high": 1.0}

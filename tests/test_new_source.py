@@ -21,6 +21,7 @@ import mcore_logprobs as ml
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing, acc_dtype, row_chunks
 from mcore_logprobs.ops.divergence import kl_div
 from mcore_logprobs.ops.gather import gather, topk_distill
@@ -61,7 +62,8 @@ class ContrastLogits:
 
     recomputed, linear = True, False  # a product of two of its tensors is not linear
     order_may_change, may_keep, heads = False, False, ()
-    backend, latest_pass = reference, None
+    backend: Backend = reference
+    latest_pass = None
 
     def __init__(
         self,
