@@ -160,6 +160,20 @@ def compare(
             with handle.also(topk=3):
                 found = main_of(model(**inputs, lm_labels=labels)).topk[0]
             errors["also"] = relative(found, logp.topk(3)[0] * counted[..., None])
+            kept = torch.stack([labels.clamp(min=0), (labels.clamp(min=0) + 1) % VOCAB], -1)
+            offsets = 2 * torch.arange(labels.numel() + 1)
+            with handle.replay((kept.flatten(), offsets)):
+                found = main_of(model(**inputs, lm_labels=labels)).logprobs
+            of_kept = logp.gather(-1, kept).log_softmax(-1)[..., 0] * counted
+            errors["replay"] = relative(found, of_kept)
+            teacher = torch.randn(real.shape, generator=torch.Generator().manual_seed(2))
+            logq = gathered(teacher).double().log_softmax(-1)
+            with handle.divergence("reverse", teacher_logits=teacher):
+                found = main_of(model(**inputs, lm_labels=labels)).divergence
+            errors["divergence"] = relative(found, (logp.exp() * (logp - logq)).sum(-1) * counted)
+            with handle.map(lambda z, w: w * z.amax(-1), weights):
+                found = main_of(model(**inputs, lm_labels=labels))
+            errors["map"] = relative(found, weights * real.amax(-1))
             with handle.sample(seed=5, temperature=0.0):
                 ids, _ = main_of(model(**inputs))
             assert torch.equal(ids, logits.argmax(-1))
