@@ -13,8 +13,12 @@ R = TypeVar("R")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?", or nothing where no known word is close."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    """ "; did you mean X?" of the closest known word, or of the only one that begins so; or ""."""
+    words = list(known)
+    close = difflib.get_close_matches(word, words, n=1)
+    longer = [name for name in words if name.startswith(word)]
+    if not close and len(longer) == 1:
+        close = longer
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -52,6 +52,13 @@ def test_misspelt_keywords() -> None:
         LogprobConfig(entropi=True)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(("short", "meant"), [("temp", "; did you mean temperature?"), ("to", "")])
+def test_a_keyword_that_is_cut_short(short: str, meant: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        LogprobConfig(**{short: 2.0})
+    assert str(caught.value).endswith(f"{short!r}{meant}")
+
+
 def test_a_misspelt_flag(capsys) -> None:
     with pytest.raises(SystemExit):
         Launcher(["--logprob-entropyy"])
