@@ -421,6 +421,11 @@ def _reference_block(
         own = own.expand(problem.lead)[part].unsqueeze(-1).to(dtype)
     added = problem.bias_of_ids()
     bias = x.get("bias")
+    if bias is not None and bias.requires_grad and not exact:
+        # A head's logits have a gradient in its operands' dtype, of which the bias' is a sum.
+        operands = torch.bfloat16 if s["autocast"] else getattr(torch, s["dtype"])
+        bias = bias.expand(raw.shape)
+        bias.register_hook(lambda g: g.to(operands).to(dtype))
     if added is not None:
         bias = added.to(dtype) if bias is None else bias + added.to(dtype)
     z = finished_logits(
