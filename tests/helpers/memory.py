@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 __all__ = ["Made", "TensorsMade"]
 
@@ -39,6 +39,9 @@ class TensorsMade(TorchDispatchMode):
         self.made: list[Made] = []
         self.peak = 0
         self._live: dict[StorageWeakRef, int] = {}
+        self._at_most = (
+            0  # bytes of `_live`, of those included that have gone since it was looked at
+        )
 
     def larger_than(self, nbytes: int) -> list[Made]:
         """The storages of more than `nbytes`, in the order of their making."""
@@ -49,11 +52,14 @@ class TensorsMade(TorchDispatchMode):
         """Bytes of those storages that were made within and are still there."""
         for ref in [ref for ref in self._live if ref.expired()]:
             del self._live[ref]
-        return sum(self._live.values())
+        self._at_most = sum(self._live.values())
+        return self._at_most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if not _may_make(func):
+            return out
         given: set[StorageWeakRef] | None = None
         for tensor in _tensors(out):
             ref = _storage(tensor)
@@ -66,8 +72,16 @@ class TensorsMade(TorchDispatchMode):
             nbytes = tensor.untyped_storage().nbytes()
             self._live[ref] = nbytes
             self.made.append(Made(str(func), nbytes, tuple(tensor.shape), tensor.dtype))
-            self.peak = max(self.peak, self.live)
+            self._at_most += nbytes
+            if self._at_most > self.peak:
+                self.peak = max(self.peak, self.live)
         return out
+
+
+@cache
+def _may_make(func: Any) -> bool:
+    """Whether the operator has results that its schema does not say to lie in an argument."""
+    return any(result.alias_info is None for result in func._schema.returns)
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
@@ -75,8 +89,11 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [
-        leaf
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    ]
+    # Of what an operator takes or gives; pytree's own leaves take several times as long.
+    if isinstance(tree, torch.Tensor):
+        return [tree] if tree.layout is torch.strided else []
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [leaf for branch in tree for leaf in _tensors(branch)]
