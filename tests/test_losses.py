@@ -464,6 +464,9 @@ def test_a_bound_itself_is_within():
     assert weights(half, zero, low=0.5).item() == 0.5
     assert losses.clip_fraction(double, zero, one, clip_high=1.0).item() == 0.0
     assert losses.clip_fraction(half, zero, -one, clip_low=0.5).item() == 0.0
+    low, true = half.view(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    vetoed = losses.truncated_sequence_weights(low, zero.view(1, 1), true, veto=0.5)
+    assert vetoed.item() == 0.5
     far = torch.tensor([[0.5]])
     mask = losses.off_policy_sequence_mask(far - 0.5, far, -torch.ones(1, 1), far > 0, delta=0.5)
     assert mask.item() == 1.0
