@@ -121,6 +121,17 @@ def test_gradients_flow_and_logits_are_computed_once():
     assert torch.allclose(head.hidden.grad, expected[0])
 
 
+def test_which_tensors_carry_the_gradient_of_the_logits() -> None:
+    head = Head()
+    handle, others = head.handle(), head.logits()
+    assert not handle.is_ancestor_of(others)  # nothing is computed yet
+    logits = handle.materialize()
+    for reached in (logits, logits * 2, ((2 * logits).exp() + others).sum(-1)):
+        assert handle.is_ancestor_of(reached)
+    for apart in (others, others * 2, (logits.detach() * others).sum(-1), logits.detach()):
+        assert not handle.is_ancestor_of(apart)
+
+
 def test_logits_without_gradients_are_not_kept_for_a_caller_with_them():
     head = Head()
     handle = head.handle()
