@@ -275,6 +275,24 @@ def test_a_divergence_is_one_graph_under_a_caller_s_torch_compile(kind, lies) ->
 # ---- from hidden states -------------------------------------------------------------------------
 
 
+def test_two_heads_with_another_number_of_rows_under_a_caller_s_torch_compile() -> None:
+    """Rows are a symbol then, and with them how both heads are cut."""
+    weight, of_teacher = (torch.randn(17, 4).requires_grad_(needed) for needed in (True, False))
+
+    def step(hidden: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        return linear_kl_div(hidden, weight, teacher_hidden=teacher, teacher_weight=of_teacher)
+
+    compiled = torch.compile(step, dynamic=True, backend="eager")
+    for rows in (6, 7):
+        hidden, teacher = torch.randn(2, rows, 4)
+        upstream, inputs = torch.randn(rows), (hidden.requires_grad_(), weight)
+        found = []
+        for call in (step, compiled):
+            value = call(hidden, teacher)
+            found.append((value.detach(), *torch.autograd.grad(value, inputs, upstream)))
+        torch.testing.assert_close(*found)
+
+
 def test_the_layout_of_the_teachers_logits() -> None:
     """Given logits [b, s, V] seen as [s, b, V] are read in place, compact or not."""
     hidden, weight, other = torch.randn(6, 2, 4), torch.randn(10, 4), torch.randn(6, 2, 10)

@@ -186,9 +186,11 @@ def beside(student: Source, teacher: Source) -> PairSource:
             index = _tokens(student)
     elif isinstance(student, HeadLogits) and isinstance(teacher, HeadLogits):
         tiling, selection = student.options.tiling, student.options.selection
-        options_of_teacher = teacher.options
-        if options_of_teacher.tiling != tiling or options_of_teacher.selection is not selection:
-            as_students = replace(options_of_teacher, tiling=tiling, selection=selection)
+        other = teacher.options.tiling
+        # Number by number: torch.compile compares no dataclasses of symbolic sizes.
+        alike = other.rows == tiling.rows and other.columns == tiling.columns
+        if not alike or teacher.options.selection is not selection:
+            as_students = replace(teacher.options, tiling=tiling, selection=selection)
             teacher = as_students.bind(*teacher.tensors)
     else:
         if (ends := teacher.tile_ends()) != student.tile_ends():
