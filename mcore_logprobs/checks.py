@@ -101,7 +101,9 @@ class Check:
         if isinstance(value, bool) and self.kind in (int, Real):
             is_kind = False
         number = value
-        if self.kind is Real and isinstance(value, Real) and hasattr(value, "dtype"):
+        # To torch.compile a float may be a symbol, of which it knows no attributes.
+        plain = type(value) in (int, float)
+        if self.kind is Real and isinstance(value, Real) and not plain and hasattr(value, "dtype"):
             number = float(value)  # NumPy compares in its own dtype, in which _LARGEST is inf
         if not (is_kind and self.accepts(number)) and not (self.or_none and value is None):
             raise ValueError(f"{name}: expected {self.expected}, got {value!r}{self.hint(value)}")

@@ -282,7 +282,7 @@ def test_two_heads_with_another_number_of_rows_under_a_caller_s_torch_compile() 
     def step(hidden: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         return linear_kl_div(hidden, weight, teacher_hidden=teacher, teacher_weight=of_teacher)
 
-    compiled = torch.compile(step, dynamic=True, backend="eager")
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="eager")
     for rows in (6, 7):
         hidden, teacher = torch.randn(2, rows, 4)
         upstream, inputs = torch.randn(rows), (hidden.requires_grad_(), weight)
