@@ -101,7 +101,7 @@ class Check:
         if isinstance(value, bool) and self.kind in (int, Real):
             is_kind = False
         number = value
-        # To torch.compile a float may be a symbol, of which it knows no attributes.
+        # A float may be a symbol to torch.compile, which breaks its graph at a symbol's hasattr.
         plain = type(value) in (int, float)
         if self.kind is Real and isinstance(value, Real) and not plain and hasattr(value, "dtype"):
             number = float(value)  # NumPy compares in its own dtype, in which _LARGEST is inf

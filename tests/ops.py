@@ -1,10 +1,8 @@
 """Every operation once: its public calls, the truth, its options, and what makes it refuse.
 
 A row of `OPERATIONS` is all that `tests/engine` knows of an operation. Its truth, in
-`engine/truths.py`, is plain torch on one process. It is given the processed logits `z` `[..., V]`
-of the whole vocabulary (after scale, softcap, bias, temperature and mask; in float64, and once more
-in float32 as the yardstick), `side` (the call's other arguments, whole tensors by name) and the
-options; it returns the outputs.
+`engine/truths.py`, is plain torch: outputs by name, of the processed logits `z` `[..., V]` of the
+whole vocabulary (float64, and float32 as the yardstick), `side` (the other arguments) and options.
 """
 
 from __future__ import annotations
