@@ -17,7 +17,7 @@ from mcore_logprobs import (
 from mcore_logprobs.bench.counting import CollectivesMade
 from tests.helpers.invariance import assert_same_bits, same_bits
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
-from tests.ops import EVERY_STATISTIC, PER_TOKEN
+from tests.ops import EVERY_STATISTIC, PER_TOKEN, WITH_A_GRADIENT
 
 SEGMENTS = 8
 # One whole block and a part of one in each segment; the true vocabulary ends inside the sixth.
@@ -31,12 +31,11 @@ def inputs(rows: int, sizes: dict[str, int], dtype: torch.dtype) -> dict[str, Te
     whole[1, 5:900] = -torch.inf
     target = torch.randint(0, sizes["vocab_size"], (rows,))
     target[rows // 2] = -100
-    names = [name for name in PER_TOKEN if name != "target_rank"]
     return {
         "whole": whole,
         "target": target,
         "temperature": 0.5 + torch.rand(rows),
-        "upstream": torch.randn(len(names), rows),
+        "upstream": torch.randn(len(WITH_A_GRADIENT), rows),
     }
 
 
@@ -54,7 +53,7 @@ def stats_and_gradient(given: dict[str, Tensor], **options: Any) -> dict[str, Te
         **options,
     )
     found = {name: getattr(stats, name) for name in PER_TOKEN}
-    roots = [value for name, value in found.items() if name != "target_rank"]
+    roots = [found[name] for name in WITH_A_GRADIENT]
     (grad,) = torch.autograd.grad(roots, logits, list(given["upstream"].to(roots[0].dtype)))
     return {name: value.detach() for name, value in found.items()} | {"grad": grad}
 

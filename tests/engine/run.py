@@ -421,8 +421,9 @@ def _reference_block(
         own = own.expand(problem.lead)[part].unsqueeze(-1).to(dtype)
     added = problem.bias_of_ids()
     bias = x.get("bias")
-    if bias is not None and bias.requires_grad and not exact:
-        # A head's logits have a gradient in its operands' dtype, of which the bias' is a sum.
+    if bias is not None and bias.requires_grad and not exact and s.get("softcap") is None:
+        # A head's logits have a gradient in its operands' dtype, of which the bias' is a sum. With
+        # a softcap between them the bias has its own, which is not rounded.
         operands = torch.bfloat16 if s["autocast"] else getattr(torch, s["dtype"])
         bias = bias.expand(raw.shape)
         bias.register_hook(lambda g: g.to(operands).to(dtype))

@@ -39,9 +39,7 @@ class TensorsMade(TorchDispatchMode):
         self.made: list[Made] = []
         self.peak = 0
         self._live: dict[StorageWeakRef, int] = {}
-        self._at_most = (
-            0  # bytes of `_live`, of those included that have gone since it was looked at
-        )
+        self._at_most = 0  # bytes of `_live`, in which some may be gone
 
     def larger_than(self, nbytes: int) -> list[Made]:
         """The storages of more than `nbytes`, in the order of their making."""
