@@ -7,6 +7,7 @@ for help texts. Groups are checked by `groups`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
@@ -15,13 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.groups import VocabShard
+
+R = TypeVar("R")
 
 
 def is_traced(x: Tensor) -> bool:
@@ -37,6 +40,27 @@ def is_traced(x: Tensor) -> bool:
         return False
     current = getattr(proxies, "get_proxy_mode", None) or proxies.get_innermost_proxy_mode  # 2.4
     return current() is not None
+
+
+# As an attribute: in torch 2.4 it is no module to import from.
+_set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def not_traced(function: Callable[..., R]) -> Callable[..., R]:
+    """A graph break for torch.compile, which compiles nothing within: `torch.compiler.disable`
+    without the import of the compiler.
+    """
+
+    @functools.wraps(function)
+    def call(*args: object) -> R:
+        before = _set_eval_frame(None)
+        try:
+            return function(*args)
+        finally:
+            _set_eval_frame(before)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 def autocast_enabled(device_type: str) -> bool:
@@ -340,7 +364,7 @@ def check_broadcasts(name: str, tensor: Tensor, lead: torch.Size, device: torch.
     """A tensor on this device that broadcasts to the tokens' shape, or a ValueError."""
     shape = tensor.shape
     fits = len(shape) <= len(lead) and all(
-        own in (1, size) for own, size in zip(reversed(shape), reversed(lead), strict=False)
+        own == 1 or own == size for own, size in zip(reversed(shape), reversed(lead), strict=False)
     )
     if not fits:
         raise ValueError(

@@ -50,6 +50,18 @@ def test_under_torch_compile(name: str, source: str) -> None:
     passes(cases.compiled_cases(OPERATIONS[name], source))
 
 
+@pytest.mark.night
+@pytest.mark.parametrize(("name", "source"), CALLS)
+def test_with_symbolic_sizes_under_torch_compile(name: str, source: str) -> None:
+    passes(cases.symbolic_cases(OPERATIONS[name], source))
+
+
+def test_a_rank_of_padding_under_torch_compile() -> None:
+    """What it sends is constant, which torch would send in the backward once more."""
+    words = ("logits", "tp=2", "vocab=66", "vocab_size=11", "compiled=aot_eager")
+    passes([cases.parse([name, *words]) for name in ("logprobs", "topk")])
+
+
 @pytest.mark.parametrize("name", [name for name, source in CALLS if source == "hidden"])
 def test_several_blocks_of_columns(name: str) -> None:
     passes(cases.wide_cases(OPERATIONS[name]))

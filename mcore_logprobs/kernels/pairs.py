@@ -192,7 +192,7 @@ def statistics_of(
     times_multiplier(apart, of_student, in_place=True)
     s = _about(s, max_s, of_student)
     t = _about(t, max_t, of_teacher)
-    torch.where(apart.abs() < torch.inf, apart, s - t, out=apart)
+    apart = _where(apart.abs() < torch.inf, apart, s - t, out=apart)
     weight, other = t.exp_(), s.exp_()
     sum_s, sum_t = other.sum(-1), weight.sum(-1)
     if kind == "reverse":
@@ -204,7 +204,7 @@ def statistics_of(
     del weight, other
     excess = _series(apart).mul_(apart).mul_(first)
     del first
-    torch.where(apart.abs() < _SMALL[rest.dtype], excess, rest, out=rest)
+    rest = _where(apart.abs() < _SMALL[rest.dtype], excess, rest, out=rest)
     return max_s, sum_s, max_t, sum_t, cross, rest.sum(-1)
 
 
@@ -213,6 +213,15 @@ def _near(max_s: Tensor, max_t: Tensor, multiplier: float | Tensor) -> Tensor:
     multipliers; bool `[n, ...]`.
     """
     return times_multiplier(max_s - max_t, multiplier).abs() <= 1.0
+
+
+def _where(condition: Tensor, x: Tensor, other: Tensor, *, out: Tensor) -> Tensor:
+    """`torch.where`, in out's memory unless torch.compile traces, which takes no `out=` that is not
+    contiguous.
+    """
+    if torch.compiler.is_compiling():
+        return torch.where(condition, x, other)
+    return torch.where(condition, x, other, out=out)
 
 
 def _series(x: Tensor) -> Tensor:
@@ -443,7 +452,7 @@ def _share(weight: Tensor, over: Tensor, to_mixture: Tensor) -> Tensor:
     """
     series = _series(-over).mul_(over).mul_(over).mul_(weight)
     exact = to_mixture.addcmul_(weight, over)
-    return torch.where(over.abs() < _SMALL[over.dtype], series, exact, out=exact)
+    return _where(over.abs() < _SMALL[over.dtype], series, exact, out=exact)
 
 
 def pair_grad(

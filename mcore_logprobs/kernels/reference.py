@@ -106,10 +106,12 @@ def stats(
             if is_copy or valid < memory.shape[1] or raw.stride(1) != 1:
                 memory[:, :valid] = x
                 x = memory
-        shape = (blocks, size)
+        by_block = x.unflatten(1, (blocks, size))
+        if memory is not None:
+            memory = by_block if memory is x else memory.unflatten(1, (blocks, size))
         _reduce_blocks(
-            x.unflatten(1, shape),
-            None if memory is None else memory.unflatten(1, shape),
+            by_block,
+            memory,
             spec,
             step_chunk.processing.multiplier,
             out[:, :, part],
@@ -137,7 +139,8 @@ def _reduce_blocks(
         finite = (x - base).contiguous().masked_fill_(masked, 0.0)
         part["zsum"].copy_(times_multiplier(finite.sum(-1), multiplier).t())
         del finite, masked
-    shifted = torch.sub(x, base, out=memory)
+    # torch.compile takes no `out=` that is not contiguous, as a copy of the logits may be.
+    shifted = x.sub_(base) if memory is x else torch.sub(x, base, out=memory)
     times_multiplier(shifted, multiplier, in_place=True)
     weight = shifted.clamp_(min=LOG_ZERO).exp() if spec.entropy else shifted.exp_()
     part["sum"].copy_(weight.sum(-1).t())
@@ -227,7 +230,7 @@ def distribution_gradient(
     if spec.entropy:
         factor = shifted.mul_(row["moment"]).add_(factor)
     if spec.sum_pi_squared:
-        factor = torch.addcmul(factor, row["squares"], dz, out=shifted)
+        factor = shifted.copy_(factor).addcmul_(row["squares"], dz)
     dz.mul_(factor)
     if masked is not None:
         dz.add_(shifted.copy_(row["finite"]).masked_fill_(masked, 0.0))

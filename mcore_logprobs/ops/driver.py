@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from mcore_logprobs.checks import autocast_enabled
+from mcore_logprobs.checks import autocast_enabled, not_traced
 from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
 from mcore_logprobs.sources.main_grad import MainGrad
@@ -247,12 +247,20 @@ def _lent(function: type[torch.autograd.Function], source: Walked, *arguments: A
     forward under torch.compile, which lets no function change the buffers of what was made outside.
     """
     if torch.compiler.is_compiling():
+        shard = source.shard
+        if shard.vocab_size <= shard.width * (shard.tp_size - 1):
+            # The last rank has padding alone, and sends constants. AOTAutograd (2.13) sends those
+            # in the backward once more, where no other rank takes part.
+            return _lent_untraced(function, source, *arguments)
         return function.apply(source.options, None, *arguments)
     try:
         return function.apply(source.options, source, *arguments)
     finally:
         for head in source.heads:  # the caller may go on with the source
             head.release()
+
+
+_lent_untraced = not_traced(_lent)
 
 
 class _RecomputeContext(FunctionCtx):

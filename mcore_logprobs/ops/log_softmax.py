@@ -52,7 +52,10 @@ class _LogSoftmaxForward(RowStatistics):
             # Not z - lse: the difference of large numbers is taken exactly.
             row_max, log_sum = (x[rows].unsqueeze(-1) for x in self._softmax[:2])
             valid = out[:, : step_chunk.valid]
-            torch.sub(step_chunk.unscaled(), row_max, out=valid)
+            if torch.compiler.is_compiling():  # which takes no `out=` that is not contiguous
+                valid.copy_(step_chunk.unscaled() - row_max)
+            else:
+                torch.sub(step_chunk.unscaled(), row_max, out=valid)
             times_multiplier(valid, step_chunk.processing.multiplier, in_place=True)
             valid -= log_sum
 
@@ -85,16 +88,15 @@ class _LogSoftmaxGradient(Backward):
             torch.any(of_rows != 0, -1, out=one_asked)
         total = all_reduce_sum(total, source.shard.group)
         self._asked = asked | (total != 0)
-        self._total = total * log_sum.neg().exp()  # p = exp(z - row_max) / s
+        self._minus_total = -total * log_sum.neg().exp()  # p = exp(z - row_max) / s
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:
         columns = slice(placed.columns.start, placed.columns.start + placed.chunk.valid)
         out[:, placed.chunk.valid :] = 0
         for rows, part, step_chunk in placed.steps(self._step):
-            p = step_chunk.unscaled() - self._row_max[rows].unsqueeze(-1)
-            times_multiplier(p, step_chunk.processing.multiplier, in_place=True)
-            p.exp_().mul_(self._total[rows].unsqueeze(-1))
-            dz = torch.sub(self._wanted[rows, columns], p, out=p)
+            dz = step_chunk.unscaled() - self._row_max[rows].unsqueeze(-1)
+            times_multiplier(dz, step_chunk.processing.multiplier, in_place=True)
+            dz.exp_().mul_(self._minus_total[rows].unsqueeze(-1)).add_(self._wanted[rows, columns])
             step_chunk.to_raw_gradient(dz)
             # A row that asks for nothing gets exactly 0, whatever its logits hold.
             asked = self._asked[rows].unsqueeze(-1)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcore_logprobs.checks import not_traced
 from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_record import NOT, is_in_place, joined, recorded, words
 
-# As an attribute: in torch 2.4 it is no module to import from.
-set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 # Answered by the handle itself.
 _METADATA = words(
     """
@@ -40,24 +38,7 @@ _MAKERS = words(
 _HARMLESS_HOOKS = ("torch.distributed.fsdp.", "megatron.core.distributed.fsdp.", "megatron_fsdp.")
 
 
-def _not_traced(function: Callable[..., object]) -> Callable[..., object]:
-    """A graph break for torch.compile, which compiles nothing within: `torch.compiler.disable`
-    without the import of the compiler.
-    """
-
-    @functools.wraps(function)
-    def call(*args: object) -> object:
-        before = set_eval_frame(None)
-        try:
-            return function(*args)
-        finally:
-            set_eval_frame(before)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return call
-
-
-@_not_traced
+@not_traced
 def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):

@@ -151,11 +151,13 @@ class Walked(Protocol):
         may_keep: whether chunks of its `heads` (`head_operands.HeadOperands`) may be kept for the
             backward.
         tensors: what gradients may be wanted of.
+        shard: this rank's columns of the vocabulary.
         device: of everything.
         acc_dtype: of statistics and results, float32 or float64.
         num_rows: n.
     """
 
+    shard: VocabShard
     device: torch.device
     acc_dtype: torch.dtype
     num_rows: int
@@ -202,12 +204,10 @@ class Source(Walked, Protocol):
         processing: of all rows as they are walked, and of this rank's columns.
         backend: what computes its chunks.
         recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
-        shard: this rank's columns of the vocabulary.
         batch_shape: the shape of the tokens: of targets, masks and results.
         latest_pass: of lazy logits that several consumers may ask for; None: one alone.
     """
 
-    shard: VocabShard
     batch_shape: torch.Size
     processing: Processing
     backend: Backend

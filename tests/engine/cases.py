@@ -251,10 +251,43 @@ def tampered_cases(op: Subject, source: str) -> list[Case]:
 
 
 def compiled_cases(op: Subject, source: str) -> list[Case]:
-    """By inductor, on several tiles and blocks of one rank."""
-    fixed = {"tp": 1, "budgets": "gpu", "compiled": "inductor"}
-    fixed |= {"hooks": "none", "checkpoint": "none"} if op.differentiable else {}
-    return [next(random_cases(op, source, random.Random(0), **fixed))]
+    """By inductor, on several tiles and blocks of one rank; and on two ranks, in one chunk."""
+    alone = {"tp": 1, "budgets": "gpu", "compiled": "inductor"}
+    together = {"tp": 2, "budgets": "shipped", "compiled": "aot_eager"}
+    if "chunk_size" in axes_of(op, source):
+        together["chunk_size"] = None
+    both = {"hooks": "none", "checkpoint": "none"} if op.differentiable else {}
+    return [
+        next(random_cases(op, source, random.Random(0), **both, **fixed))
+        for fixed in (alone, together)
+    ]
+
+
+# The operations and the settings at which torch.compile breaks its graph.
+BREAKS = ("sampling_logprobs", "sample", "linear_map", "linear_policy_loss")
+WITHOUT_BREAKS = {"rows": None, "compact": False, "saved_bytes": 0}
+WITHOUT_BREAKS |= {"gradient_accumulation_fusion": False, "invariant_segments": None}
+
+
+def symbolic_cases(op: Subject, source: str) -> list[Case]:
+    """By torch.compile with the tokens' dimensions as symbols: the operation's options, each value
+    that 500 random cases have once.
+
+    In one chunk: each more takes the compiler seconds.
+    """
+    axes = axes_of(op, source)
+    fixed = {"tp": 1, "budgets": "shipped", "hooks": "none", "checkpoint": "none"}
+    fixed |= WITHOUT_BREAKS | {"chunk_size": None}
+    fixed = {name: x for name, x in fixed.items() if name in axes}
+    own = [name for name in axes if name in op.options | op.axes or name in ("lead", "temperature")]
+    wanted = {(name, x) for name in own for x in axes[name]}
+    found: list[Case] = []
+    drawn = random_cases(op, source, random.Random(0), **fixed, compiled="symbolic")
+    for case in itertools.islice(drawn, 500):
+        if wanted & case.setting.items():
+            found.append(case)
+            wanted -= case.setting.items()
+    return found
 
 
 def narrow_cases() -> Iterator[Case]:

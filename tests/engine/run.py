@@ -16,7 +16,17 @@ from torch.utils.checkpoint import checkpoint
 
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.kernels import budgets
-from tests.engine.cases import BUDGETS, KEYWORDS, Case, Problem, axes_of, kept_rows, tensors_of
+from tests.engine.cases import (
+    BREAKS,
+    BUDGETS,
+    KEYWORDS,
+    Case,
+    Problem,
+    axes_of,
+    kept_rows,
+    shape_of,
+    tensors_of,
+)
 from tests.engine.mistakes import MISTAKES, MISTAKES_TOGETHER
 from tests.engine.operation import SHARDED, VOCAB
 from tests.helpers.distributed import RankError, get_pool, grid_groups, preloaded
@@ -173,7 +183,15 @@ def _on_rank(case: Case) -> Found:
             torch.compiler.reset()  # torch compiles one function for a limited number of cases
             # Its entries hold freed memory where a result is a reshaped input (PyTorch 185630).
             around.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-            call = torch.compile(call, backend=s["compiled"])
+            if s["compiled"] == "symbolic":
+                lead = shape_of(s["lead"])
+                for x in (first, *tensors_of(mine.side | mine.keywords).values()):
+                    if x.shape[: len(lead)] == lead:
+                        torch._dynamo.maybe_mark_dynamic(x, list(range(len(lead))))
+                whole = op.name not in BREAKS
+                call = torch.compile(call, backend="aot_eager", fullgraph=whole)
+            else:
+                call = torch.compile(call, backend=s["compiled"])
         if s.get("hooks", "none") != "none":
             around.enter_context(saved_tensors_hooks(HOOKS[s["hooks"]], lambda x: x))
         if s["autocast"]:
