@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.groups import VocabShard
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -46,16 +47,16 @@ def is_traced(x: Tensor) -> bool:
 _set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
 
-def not_traced(function: Callable[..., R]) -> Callable[..., R]:
+def not_traced(function: Callable[P, R]) -> Callable[P, R]:
     """A graph break for torch.compile, which compiles nothing within: `torch.compiler.disable`
     without the import of the compiler.
     """
 
     @functools.wraps(function)
-    def call(*args: object) -> R:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         before = _set_eval_frame(None)
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         finally:
             _set_eval_frame(before)
 

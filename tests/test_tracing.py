@@ -158,15 +158,15 @@ def test_torch_compile_without_a_break(function: Callable[..., Tensor]) -> None:
             assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("per", ["token", "column"])
-def test_temperatures_whose_sizes_are_symbols_of_their_own(per: str) -> None:
+def test_a_temperature_of_each_sequence_where_sizes_are_symbols() -> None:
+    """Its own size is a number, which dynamo finds in no tuple of symbols."""
+
     def call(logits: Tensor, target: Tensor, temperature: Tensor) -> Tensor:
         return ours.vocab_parallel_logprobs(logits, target, temperature=temperature)
 
-    temperature = torch.rand((2, 3) if per == "token" else (3,)) + 0.5
-    given = torch.randn(2, 3, VOCAB), torch.randint(0, VOCAB, (2, 3)), temperature
-    for x in given:
-        torch._dynamo.maybe_mark_dynamic(x, list(range(min(x.dim(), 2))))
+    given = torch.randn(2, 3, VOCAB), torch.randint(0, VOCAB, (2, 3)), torch.rand(3) + 0.5
+    for x in given[:2]:
+        torch._dynamo.maybe_mark_dynamic(x, [0, 1])
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*given), call(*given))
 

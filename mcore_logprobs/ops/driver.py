@@ -248,7 +248,8 @@ def _lent(function: type[torch.autograd.Function], source: Walked, *arguments: A
     """
     if torch.compiler.is_compiling():
         shard = source.shard
-        if shard.vocab_size <= shard.width * (shard.tp_size - 1):
+        padding = shard.vocab_size <= shard.width * (shard.tp_size - 1)
+        if padding and torch.compiler.is_dynamo_compiling():  # not torch.export
             # The last rank has padding alone, and sends constants. AOTAutograd (2.13) sends those
             # in the backward once more, where no other rank takes part.
             return _lent_untraced(function, source, *arguments)

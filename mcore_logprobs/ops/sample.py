@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mcore_logprobs.checks import check_mask, check_seed
+from mcore_logprobs.checks import check_mask, check_seed, not_traced
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import ChunkAt, per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec, by_name
@@ -48,11 +48,15 @@ def _shifted(bits: Tensor, distance: int) -> Tensor:
     return (bits >> distance).bitwise_and_((1 << (64 - distance)) - 1)
 
 
+# torch's inductor (2.13) multiplies what an arange gives in C++'s signed numbers, whose overflow is
+# undefined: a loop without an end.
+@not_traced
 def streams(seed: Tensor, row: Tensor) -> Tensor:
     """The generator's state of each row, int64; seed broadcasts to row."""
     return _mixed(_mixed(seed + _GAMMA) + (row + 1) * _GAMMA)
 
 
+@not_traced
 def gumbel_noise(stream: Tensor, first: int, width: int) -> Tensor:
     """Standard Gumbel noise of `width` ids from `first` on, `[c, width]` float64; stream `[c]`."""
     counter = torch.arange(first + 1, first + width + 1, device=stream.device)

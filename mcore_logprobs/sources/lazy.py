@@ -295,7 +295,11 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: object, types: object, args: object = (), kwargs: dict[str, object] | None = None
+        cls,
+        func: object,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         from mcore_logprobs.sources.lazy_dispatch import torch_function
 
