@@ -24,7 +24,7 @@ Relative paths are taken from the repository's folder.
   --save-every N     checkpoint every N steps (0: never)
   --resume DIR       a checkpoint to go on from
   --explain          why trainer and rollout engine differ on one rollout, and exit
-  --print-processes  check the configuration, print TP x CP x PP and the engine, and exit
+  --print-processes  check the configuration, print TP x CP x PP, the engine and the device, and exit
 
   NPROC=8 bash ...   more processes: data parallelism
   PYTHON=python3.12  the interpreter to make .venv with
@@ -57,7 +57,8 @@ export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} PYTHONUNBUFFERED=1
 
 needs=$(python examples/rl_step.py "${args[@]}" --print-processes)
 case " $* " in *" --print-processes "*) echo "$needs"; exit 0 ;; esac
-read -r processes engine <<<"$needs"
+read -r processes engine device <<<"$needs"
+[ "$device" = cuda ] || export CUDA_VISIBLE_DEVICES=  # a CPU run on a machine with GPUs, too
 nproc=${NPROC:-$processes}
 if [ "$engine" != transformers ] && ! source examples/setup_env.sh vllm; then
     [ "$engine" = auto ] || { echo "run_rl_step.sh: vLLM could not be installed" >&2; exit 1; }

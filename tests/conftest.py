@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,6 +23,9 @@ from tests.helpers.distributed import (
 from tests.helpers.poison import poisoned_memory
 from tests.helpers.sizes import put_in_force
 
+# Tests run on the CPU, on a machine with GPUs too: Megatron's models would lie on them there.
+if os.environ.get("MCORE_LOGPROBS_TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 put_in_force()
 torch.set_num_threads(1)
 gc.set_threshold(*SELDOM)

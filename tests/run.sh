@@ -112,7 +112,7 @@ trap 'rm -rf "$logs"' EXIT
 # The third has what these two leave.
 parts=(
     "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel tests/examples tests/test_mismatch.py tests/test_audit.py"
-    "tests/kernels tests/bench tests/trainers tests/sizes tests/test_tracing.py"
+    "tests/kernels tests/gpu tests/bench tests/trainers tests/sizes tests/test_tracing.py"
 )
 tests() {
     if [ "$#" -gt 0 ]; then
@@ -144,6 +144,10 @@ pages() { python -m ruff format --check --line-length 76 ./*.md docs/*.md docs/*
 stage ruff-pages pages
 stage mypy python -m mypy
 stage pytest tests "$@"
+# The rest runs on the CPU, where there are GPUs too.
+if [ "$#" -eq 0 ] && python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    stage gpu env MCORE_LOGPROBS_TEST_GPU=1 python -m pytest tests/kernels tests/test_no_sync.py
+fi
 covered() { python -m coverage combine -q && python -m tests.covered; }
 [ -z "${coverage:-}" ] || stage coverage covered
 older_triton() {  # The wheel's assembler comes without its executable bits.

@@ -222,7 +222,7 @@ def override(config: RunConfig, **given: Any) -> RunConfig:
 
 def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
     """The configuration with the command line's values, checked. With --print-processes it prints
-    the number of processes and the rollout engine, and exits."""
+    the number of processes, the rollout engine and the device, and exits."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add = parser.add_argument
     add("--config", required=True, help="a YAML file of configs/")
@@ -237,7 +237,7 @@ def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
     add("--save-every", type=int, help="checkpoint every so many steps (0: never)")
     add("--resume", metavar="DIR", type=Path, help="a checkpoint to go on from")
     add("--explain", action="store_true", help="why trainer and engine differ, and exit")
-    add("--print-processes", action="store_true", help="check, print processes and engine, exit")
+    add("--print-processes", action="store_true", help="check, print how it starts, and exit")
     args = parser.parse_args()
     names = ("steps", "minutes", "tp", "cp", "pp", "seed", "dtype", "output_dir", "save_every")
     config = override(load_config(args.config), **{name: getattr(args, name) for name in names})
@@ -249,7 +249,7 @@ def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
             raise SetupError(f"NPROC: expected a number of processes, got {given!r}")
         validate(config, int(given))
         validate_model(config, llama_config(config.model))
-        print(processes, config.rollout.engine)
+        print(processes, config.rollout.engine, config.device)
         raise SystemExit(0)
     validate(config, int(os.environ.get("WORLD_SIZE", 1)))
     return config, args

@@ -86,10 +86,13 @@ class GpuOptimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
         )
-        self.optimizer = get_megatron_optimizer(config, [model])
+        # `init_model_parallel` makes no gloo groups; they are for saving a distributed optimizer.
+        self.optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
         self.state_dict = self.optimizer.state_dict
         self.load_state_dict = self.optimizer.load_state_dict
 
     def step(self) -> float:
         _, norm, _ = self.optimizer.step()
+        # A float32 parameter's `grad` is its `main_grad` now: the next backward would add to both.
+        self.optimizer.zero_grad()
         return check_norm(float(norm))

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 examples/snippets/cp_loss_scale.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from mcore_logprobs.cpu_megatron import models
 from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a CPU where there are GPUs, too
 VOCAB = 90  # true vocabulary; padded to 96
 
 

@@ -186,7 +186,8 @@ def build_gpt_model(
     seed: int | None = 1234,
     **gpt_kwargs: object,
 ) -> GPTModel:
-    """This rank's GPTModel (with virtual pipelining: the chunk `vp_stage`), with RoPE.
+    """This rank's GPTModel (with virtual pipelining: the chunk `vp_stage`), with RoPE; where a GPU
+    is present, on it.
 
     `vocab_size` is the padded one, divisible by TP. `mtp` builds the multi-token prediction block
     (`config.mtp_num_layers`). `seed` makes weights that are the same at every TP and CP, and for
@@ -216,7 +217,7 @@ def build_gpt_model(
         **{"position_embedding_type": "rope", **gpt_kwargs},
     )
     _share_out_gates(model)
-    return model
+    return model.cuda() if gpu_present() else model
 
 
 def _share_out_gates(model: LanguageModule) -> None:
@@ -310,7 +311,7 @@ def build_hybrid_model(
     finally:
         block.TENorm = te_norm
     _share_out_gates(model)
-    return model
+    return model.cuda() if gpu_present() else model
 
 
 def build_hybrid_chunks(config: TransformerConfig, **kwargs: Any) -> list[LanguageModule]:

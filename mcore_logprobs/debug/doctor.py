@@ -224,7 +224,8 @@ class SelfTest:
 
 
 _ROWS, _HIDDEN, _VOCAB, _TRUE_VOCAB, _TEMPERATURE = 67, 48, 1031, 1009, 0.7
-# A bf16 gradient is right to half a unit in its last place.
+# A bf16 gradient is right to half a unit in its last place. Where products take bf16 operands, on a
+# GPU, dlogits were rounded to that too, and a sum of them is off by as much again.
 _GRAD_BOUND = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 
 
@@ -281,6 +282,8 @@ def _compare(
     upstream: Tensor,
 ) -> list[SelfTest]:
     """Runs `function` on `inputs` and the same mathematics in float64 on the same numbers."""
+    from mcore_logprobs.kernels.products import matmul_dtype
+
     leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
     stats = function(
         leaves,
@@ -309,8 +312,10 @@ def _compare(
     for name, leaf, reference in zip(names, leaves, exact, strict=True):
         assert leaf.grad is not None
         assert reference.grad is not None
-        error = oracle.relative_error(leaf.grad, reference.grad)
-        tests.append(SelfTest(f"{label} d{name}", error, _GRAD_BOUND[leaf.dtype]))
+        error, bound = oracle.relative_error(leaf.grad, reference.grad), _GRAD_BOUND[leaf.dtype]
+        if name != "logits" and matmul_dtype(leaf.dtype, leaf.device) == torch.bfloat16:
+            bound *= 2.0
+        tests.append(SelfTest(f"{label} d{name}", error, bound))
     return tests
 
 

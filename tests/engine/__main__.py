@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+if "device=cuda" in sys.argv:
+    import tests.gpu.simulated  # noqa: F401  (before torch)
+
 from tests.engine.cases import Case, allowed, axes_of, parse
 from tests.engine.run import failures
 

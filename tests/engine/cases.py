@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from mcore_logprobs.kernels.budgets import Budgets
 from tests.engine.operation import SEGMENTS, VOCAB, Draw, Subject
@@ -382,6 +383,12 @@ class Problem:
             self.head[first][self.unread] = junk.repeat(self.unread.numel())[: self.unread.sum()]
             if "teacher_logits" in self.side:
                 self.side["teacher_logits"].masked_fill_(self.unread, torch.nan)
+
+    def move(self, device: torch.device) -> None:
+        """All that the call takes."""
+        for name in ("head", "side", "vocab_bias", "temperature", "rows"):
+            moved = tree_map_only(Tensor, lambda x: x.to(device), getattr(self, name))
+            setattr(self, name, moved)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the call by name."""

@@ -35,7 +35,7 @@ def upstream_gradients(
 
 def counted(case: Case, output: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """An output and its gradient, 0 where the output is -inf and such outputs get none."""
-    return output, g.to(output.dtype).masked_fill(
+    return output, g.to(output.device, output.dtype).masked_fill(
         output.isneginf() & (not case.operation.infinite), 0
     )
 

@@ -207,7 +207,7 @@ def test_print_processes(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         _main(monkeypatch, ["--config", "configs/tiny-cpu.yaml", "--print-processes"])
     assert stopped.value.code == 0
-    assert capsys.readouterr().out == "4 auto\n"
+    assert capsys.readouterr().out == "4 auto cpu\n"
 
 
 STARTED = ["--config", "configs/tiny-cpu.yaml", "--steps", "0"]

@@ -19,8 +19,8 @@ import rl_step
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 (once, for the ranks too)
 import yaml
-from rl import checkpoint, checks
-from rl.config import SetupError, load_config, override, validate
+from rl import checkpoint, checks, optim
+from rl.config import RunConfig, SetupError, load_config, override, validate
 from rl.data import IGNORE, Batch, group_advantages
 from rl.layout import Layout, on_main
 from rl.optim import global_grad_norm
@@ -30,6 +30,7 @@ from rl_step import GrpoTrainer
 
 from mcore_logprobs.cpu_megatron.models import destroy_model_parallel
 from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
+from mcore_logprobs.cpu_megatron.training import cpu_devices
 from mcore_logprobs.losses import OBJECTIVES
 from tests.helpers.distributed import RankError, RankPool, get_pool
 from tests.helpers.documents import ROOT
@@ -240,6 +241,32 @@ def test_resume_is_bit_exact(ranks: Ranks, tmp_path: Path) -> None:
         assert records[0] == records[1]
         assert len(tensors) > 20
         assert all(torch.equal(a, b) for a, b in tensors)
+
+
+def _updates(out: str, device: str) -> list[tuple[float, float]]:
+    """The loss and the gradient's norm of two steps of two updates each."""
+    small = {"rollout": {"prompts": 4, "group_size": 4}, "grpo": {"micro_batch": 4}}
+    small["parallel"] = {"sequence_parallel": False}
+
+    def make_optimizer(config: RunConfig, model: Any, of_run: torch.device) -> Any:
+        return optim.make_optimizer(config, model, torch.device(device))
+
+    given: dict[str, Any] = {"output_dir": f"{out}/{device}", "tp": 1, "cp": 1, "steps": 2}
+    with (
+        cpu_devices(),
+        mock.patch.object(rl_step, "make_optimizer", make_optimizer),
+        _trainer(sections=small, **given) as trainer,
+    ):
+        return [(record.loss, record.grad_norm) for record in run_steps(trainer)]
+
+
+def test_the_optimizer_of_a_gpu_takes_the_same_steps(ranks: Ranks, tmp_path: Path) -> None:
+    """Several updates, of several micro-batches: none finds what the one before left."""
+    on_cpu, on_gpu = (
+        ranks(1).run(_updates, str(tmp_path), device, timeout=280)[0] for device in ("cpu", "cuda")
+    )
+    assert len(on_gpu) == 2
+    assert torch.allclose(torch.tensor(on_gpu), torch.tensor(on_cpu), rtol=1e-4, atol=1e-6)
 
 
 def _save(out: str) -> None:
