@@ -24,6 +24,8 @@ def _load() -> None:
     assert spec is not None
     assert spec.origin is not None
     folder = Path(spec.origin).parent
+    own = sorted(folder.glob("lib/libtorch_cuda*")) + sorted(folder.glob("lib/libtorch_hip*"))
+    assert not own, f"a build of torch with CUDA of its own: {own[0]}"
     ctypes.CDLL(str(folder / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(_built(folder)))
     # As on a machine without Triton: with it the kernels would look for a driver.
