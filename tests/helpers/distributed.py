@@ -272,15 +272,9 @@ def _receive(conn: Connection) -> _Answer:
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # What this process has imported anyway the ranks are going to need: import it once for all.
-    heavy = (
-        "tests.gpu.simulated",
-        "torch",
-        "torch.distributed",
-        "numpy",
-        "pytest",
-        "megatron.core",
-    )
-    heavy += ("transformers.models.llama.modeling_llama", "transformers.generation.utils")
+    heavy = ("tests.gpu.simulated", "torch", "torch.distributed", "numpy", "pytest")
+    heavy += ("megatron.core", "transformers.models.llama.modeling_llama")
+    heavy += ("transformers.generation.utils",)
     context.set_forkserver_preload([*(name for name in heavy if name in sys.modules), *preloaded])
     return context
 
