@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -11,6 +12,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,9 @@ def _built(torch_folder: Path) -> Path:
 
 
 _load()
+# The device's thread may still let go of a backward's objects: Python ends a thread that asks for
+# its lock later, which C++ takes for a crash.
+atexit.register(time.sleep, 0.5)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
