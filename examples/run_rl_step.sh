@@ -65,6 +65,6 @@ if [ "$engine" != transformers ] && ! source examples/setup_env.sh vllm; then
     echo "run_rl_step.sh: vLLM could not be installed; transformers rolls out" >&2
 fi
 
-echo "$config on $nproc processes"
+echo "$config on $nproc processes, device: $device"
 exec python -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
     examples/rl_step.py "${args[@]}"
