@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
 import multiprocessing
@@ -364,6 +365,24 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
+class _Gloo(dist.ProcessGroupGloo):
+    """Gloo with one device for all of a rank's groups.
+
+    By default each group has a device of its own, whose thread wakes up a hundred times a second
+    also while nothing is sent: 15 ranks that wait, of 18 groups each, took a quarter of a core.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [_gloo_device()], timeout
+        super().__init__(store, rank, size, options)
+
+
+@functools.cache
+def _gloo_device() -> Any:
+    return dist.ProcessGroupGloo.create_default_device()
+
+
 def _work(conn: Connection, rank: int, world_size: int, directory: str) -> None:
     gc.freeze()  # the server's modules: a collection need not walk over them
     gc.set_threshold(*SELDOM)
@@ -378,6 +397,7 @@ def _work(conn: Connection, rank: int, world_size: int, directory: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
 
     def join() -> None:
+        dist.distributed_c10d.ProcessGroupGloo = _Gloo
         dist.init_process_group(
             "gloo",
             init_method=f"file://{directory}/store",
