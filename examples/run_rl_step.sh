@@ -66,5 +66,7 @@ if [ "$engine" != transformers ] && ! source examples/setup_env.sh vllm; then
 fi
 
 echo "$config on $nproc processes, device: $device"
-exec python -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
+# torchrun and gloo look this machine's name up otherwise: the first hangs where it has no address.
+[ "$(uname)" != Linux ] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+exec python -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$nproc" \
     examples/rl_step.py "${args[@]}"

@@ -16,6 +16,11 @@ _setup_env() {
     python=${PYTHON:-python3}
     torch=${TORCH:-torch==2.13.0}
     stamp=$venv/.mcore_logprobs_stamp
+    case $root in
+        *[[:space:]]*)  # torch hands its compiler unquoted paths
+            echo "setup_env: expected a path without spaces, got $root: move the checkout" >&2
+            return 1 ;;
+    esac
 
     wanted=$("$python" - "$root" "$torch" <<'PY'
 import hashlib, pathlib, sys

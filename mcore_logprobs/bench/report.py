@@ -21,7 +21,7 @@ _COLUMNS = (
     "forward ms",
     "backward ms",
     "both ms",
-    "± IQR",
+    "IQR",
     "least fwd",
     "least bwd",
     "least both",

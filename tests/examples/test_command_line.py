@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +211,18 @@ def test_print_processes(monkeypatch, capsys) -> None:
     assert capsys.readouterr().out == "4 auto cpu\n"
 
 
+def test_a_checkout_in_a_path_with_spaces_is_refused_before_anything_is_made(tmp_path) -> None:
+    """torch's compiler fails there, minutes later and at length."""
+    scripts = tmp_path / "my checkout" / "examples"
+    scripts.mkdir(parents=True)
+    for name in ("run_rl_step.sh", "setup_env.sh"):
+        shutil.copy(ROOT / "examples" / name, scripts)
+    done = subprocess.run(["bash", scripts / "run_rl_step.sh"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"expected a path without spaces, got {scripts.parent}" in done.stderr
+    assert [path.name for path in scripts.parent.iterdir()] == ["examples"]
+
+
 STARTED = ["--config", "configs/tiny-cpu.yaml", "--steps", "0"]
 
 
@@ -226,7 +239,7 @@ def test_one_rank_tells_a_mistake(monkeypatch, capsys) -> None:
 @pytest.mark.night
 def test_one_rank_tells_a_mistake_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "examples/rl_step.py", *STARTED]
+    command += ["--local-addr=127.0.0.1", "--nproc-per-node", "2", "examples/rl_step.py", *STARTED]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -104,8 +104,9 @@ def launch(command: list[str], flags: str) -> str:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    torchrun += ["--local-addr=127.0.0.1", f"--master-port={port}"]
     done = subprocess.run(
-        [*torchrun, f"--master-port={port}", *command, *flags.split(), *TP_SP.split()],
+        [*torchrun, *command, *flags.split(), *TP_SP.split()],
         env={
             **environment(),
             "TORCHDYNAMO_DISABLE": "1",
