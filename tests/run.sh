@@ -20,6 +20,7 @@ esac
 environment() { source examples/setup_env.sh tests "$@"; }
 { [ "${1:-}" = --all ] && environment vllm; } || environment || { echo "tests/run.sh: the environment could not be set up" >&2; exit 1; }
 export OMP_NUM_THREADS=1
+export TRITON_CACHE_DIR="$VIRTUAL_ENV/triton"  # by default in the home folder, which some users lack
 
 # Releases other than the ones that pip installs here are unpacked wheels, which go first on PYTHONPATH.
 unpack() {  # unpack PROJECT VERSION [PIP OPTIONS]: its wheel into .venv, once
