@@ -21,6 +21,7 @@ from mcore_logprobs.context_parallel import (
     context_parallel_shard,
     context_parallel_shift,
 )
+from mcore_logprobs.megatron.versions import takes
 from tests.context_parallel import oracle
 from tests.helpers.distributed import grid_groups
 
@@ -177,7 +178,8 @@ def _against_megatron() -> None:
         )
         for name, x in batch.items()
     }
-    theirs = get_batch_on_this_cp_rank(dict(batch), cp_group=group)
+    newer = {"is_hybrid_cp": False} if takes(get_batch_on_this_cp_rank, "is_hybrid_cp") else {}
+    theirs = get_batch_on_this_cp_rank(dict(batch), cp_group=group, **newer)
     for name in batch:
         assert torch.equal(ours[name], theirs[name])
         assert theirs[name].shape != batch[name].shape

@@ -10,7 +10,9 @@ from tests.dropin.test_upstream import RECORDED
 from tests.helpers.fresh import fresh as run_fresh
 
 HELPERS = """
-import ast, importlib.util, sys, types
+import ast, importlib.util, logging, sys, types
+
+logging.basicConfig(format="%(message)s", force=True)  # a preloaded Megatron may have set another
 
 def package(name, folder=None):
     '''A package whose own __init__ is not run; its modules are the real ones of a folder.'''
