@@ -153,7 +153,7 @@ _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 def index_of(value: object) -> int | None:
     """The int of anything with `__index__` but a bool, such as NumPy's integers, or None."""
-    # NumPy's too, which before 2.3 have an index.
+    # NumPy's bools have an index before 2.3.
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
         return None
     if not isinstance(value, SupportsIndex):

@@ -42,7 +42,7 @@ unpack() {  # unpack PROJECT VERSION [PIP OPTIONS]: its wheel into .venv, once
 newest=0.19.2
 releases="0.15.3 0.16.1 0.17.1 0.18.2 $newest"  # the last patch of each, for --matrix
 megatron() { unpack megatron-core "$1" --python-version 3.12; }
-triton=3.6.0  # what torch 2.11 brings to a GPU machine; the newest is installed
+tritons="3.6.0 3.7.1"  # what torch 2.11 and 2.13 bring to a GPU machine; the newest is installed
 
 export MCORE_LOGPROBS_MEGATRON_019="$VIRTUAL_ENV/megatron-core-$newest"
 if [ "${1:-}" = --matrix ]; then
@@ -151,10 +151,10 @@ if [ "$#" -eq 0 ] && python -c "import sys, torch; sys.exit(not torch.cuda.is_av
 fi
 covered() { python -m coverage combine -q && python -m tests.covered; }
 [ -z "${coverage:-}" ] || stage coverage covered
-older_triton() {  # The wheel's assembler comes without its executable bits.
-    unpack triton "$triton" || return 1
-    chmod -R u+x "$VIRTUAL_ENV/triton-$triton/triton/backends/nvidia/bin"
-    PYTHONPATH="$VIRTUAL_ENV/triton-$triton" python -m pytest -q tests/kernels/test_triton_build.py
+older_triton() {  # older_triton VERSION; the wheel's assembler comes without its executable bits
+    unpack triton "$1" || return 1
+    chmod -R u+x "$VIRTUAL_ENV/triton-$1/triton/backends/nvidia/bin"
+    PYTHONPATH="$VIRTUAL_ENV/triton-$1" python -m pytest -q tests/kernels/test_triton_build.py
 }
 # The same operations by other instructions: of AVX2, and of none of the newer ones.
 another_cpu() (  # another_cpu CAPABILITY ISA: as ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA have them
@@ -179,7 +179,7 @@ many_blocks() (  # two processes: after the tests of models torch.compile does n
 [ -z "${all:-}" ] || stage many-blocks many_blocks
 [ -z "${all:-}" ] || stage cpu-avx2 another_cpu avx2 AVX2
 [ -z "${all:-}" ] || stage cpu-sse4 another_cpu default SSE41 SSE4_2
-[ -z "${all:-}" ] || stage "triton-$triton" older_triton
+[ -z "${all:-}" ] || for triton in $tritons; do stage "triton-$triton" older_triton "$triton"; done
 [ -z "${all:-}" ] || stage trainers python -m tests.trainers
 [ -z "${all:-}" ] || stage peers python -m tests.peers
 [ "$#" -gt 0 ] || stage docs bash docs/build.sh

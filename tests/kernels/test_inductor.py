@@ -336,6 +336,28 @@ def test_a_failed_compilation_is_said_once_and_leaves_other_kinds_compiled(compi
     assert [key[0] for key in common._kernels] == [common._writers(statistics._grad_values)[0]]
 
 
+def test_a_failed_search_for_vectors_is_a_failed_compilation(compile_anew, monkeypatch, caplog):
+    """torch tries its vectors in a process of its own, which a system may refuse to start."""
+
+    def refused() -> int:
+        raise PermissionError("no process may be started")
+
+    for module in (common, statistics):
+        monkeypatch.setattr(module, "vector_bits", refused)
+    compile_anew(common._compile)
+    statistics._stats_kernel.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="mcore_logprobs"):
+            torch.testing.assert_close(*run_both(), rtol=0.0, atol=0.0, equal_nan=True)
+        logits, target = make_rows(torch.float32, strided=False)
+        with pytest.raises(RuntimeError, match=r"invariant_segments: .* no process may be started"):
+            inductor.stats(chunk_of(logits), target, PLAIN, block=BLOCK, chunk_size=4)
+    finally:
+        statistics._stats_kernel.cache_clear()
+    (record,) = caplog.records
+    assert "PermissionError: no process may be started; the torch backend" in record.getMessage()
+
+
 def test_a_compiler_that_never_works_is_given_up(compile_anew, caplog):
     def broken(function: Callable[..., Any]) -> Callable[..., Any]:
         raise RuntimeError("no such header")

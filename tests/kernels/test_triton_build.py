@@ -63,7 +63,8 @@ def _built_by_day(case: Case) -> bool:
 )
 def test_whole_tiles_are_read_and_written_sixteen_bytes_at_a_time(case: Case) -> None:
     built = case.built
-    assert_fit(built)
+    spilt = TRITON_3_7 and case.name == "pair sums jsd" and case.what == "softcap"
+    assert_fit(built, spills=2 if spilt else 0)
     assert built.registers <= (96 if case.sides == 1 else 112)
     assert built.wide("LD") >= case.sides
     assert not built.narrow("LD")
@@ -82,9 +83,9 @@ def test_whole_tiles_are_read_and_written_sixteen_bytes_at_a_time(case: Case) ->
 TRITON_3_7 = triton.__version__.startswith("3.7.")
 
 
-def assert_fit(built: Built) -> None:
+def assert_fit(built: Built, *, spills: int = 0) -> None:
     """No spills, four blocks a multiprocessor, and 16-byte accesses also where a row ends."""
-    assert built.spills <= (2 if TRITON_3_7 else 0)
+    assert built.spills <= spills
     assert built.blocks >= 4
     # A row's own numbers; the last 16 columns, at most one a thread and group.
     loads, stores = built.narrow_anywhere
@@ -365,8 +366,9 @@ def test_what_is_rare_fits_an_amd_gpu(target: str) -> None:
     for names, call in rare.items():
         launched = amd.assembled(call, target)
         assert " ".join(name for name, _ in launched) == names.strip()
-        most = 172 if TRITON_3_7 else 168
-        assert all((built.spills, built.registers <= most) == (0, True) for _, built in launched)
+        for name, built in launched:
+            assert built.spills == 0
+            assert built.registers <= (172 if TRITON_3_7 and name == "stats_kernel" else 168)
 
 
 def test_the_command_prints_what_the_compiler_made_for_amd(

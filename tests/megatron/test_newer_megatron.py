@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from mcore_logprobs.megatron import megatron_features
 from tests.megatron.pretrain_checks import FLAGS, PATCH, SCRIPT, TP_SP
+from tests.trainers.frame import free_port
 
 WHEEL = "MCORE_LOGPROBS_MEGATRON_019"
 HERE = Path(__file__).parent
@@ -100,11 +100,8 @@ def test_run_under_torchrun(tmp_path, resumed):
 
 def launch(command: list[str], flags: str) -> str:
     """Output of two ranks."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    torchrun += ["--local-addr=127.0.0.1", f"--master-port={port}"]
+    torchrun += ["--local-addr=127.0.0.1", f"--master-port={free_port()}"]
     done = subprocess.run(
         [*torchrun, *command, *flags.split(), *TP_SP.split()],
         env={

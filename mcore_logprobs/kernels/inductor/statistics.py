@@ -319,7 +319,11 @@ def _run_length(width: int) -> int:
     A vector has 8 or 16 running totals, each of a few of the columns. Without vectors there is one,
     which over 2048 columns rounds ten times as much: there, sums of short runs are summed.
     """
-    if vector_bits() > 0:
+    try:
+        has_vectors = vector_bits() > 0
+    except Exception:  # whatever it is, compiling meets it too, and says so (`call_compiled`)
+        return width
+    if has_vectors:
         return width
     divisors = [run for run in range(1, width + 1) if width % run == 0]
     return min(divisors, key=lambda run: run + width // run)
