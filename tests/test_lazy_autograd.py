@@ -66,6 +66,9 @@ USES: dict[str, Callable[[Any], Any]] = {
     "a view": lambda x: entropy(x[:, 1:]),
     "a quotient": lambda x: entropy(x / 0.7),
     "a mean": lambda x: x.mean(),
+    "real ones": lambda x: x.softmax(-1).square().sum(),
+    "a view's real ones": lambda x: x[:, 1:].topk(2).values.sum(),
+    "both": lambda x: entropy(x) + x.sigmoid().sum(),
 }
 
 
@@ -79,6 +82,8 @@ def test_a_hook_that_would_be_passed_over_is_refused(use: str) -> None:
     with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad: lazy logits have no gradient"):
         torch.autograd.grad(loss, logits, allow_unused=True)
     loss.backward()
+    with pytest.warns(UserWarning, match=r"The \.grad attribute of a Tensor that is not a leaf"):
+        assert logits.grad is None  # as torch says it of real ones
 
 
 @pytest.mark.parametrize("use", USES)

@@ -321,6 +321,8 @@ METRICS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda x: x.min(-1).values,
     "max": lambda x: x.max(dim=-1)[0],
     "mean": lambda x: x.mean(-1, dtype=torch.float32),
+    "sum": lambda x: x.sum(dim=-1),
+    "sum of all": torch.sum,
     "norm": lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32),
     "argmin": lambda x: x.argmin(dim=-1),
     "argmax": lambda x: x.argmax(-1),
@@ -358,19 +360,34 @@ def test_metrics_under_autocast_are_of_logits_in_float32() -> None:
             assert torch.equal(metric(lazy), expected[name]), name
 
 
-def test_a_mean_has_a_gradient() -> None:
-    """`logits.mean() * 0.0` joins a rank without tokens to the graph."""
+MEANS: list[Callable[[Tensor], Tensor]] = [
+    torch.mean,
+    lambda x: x.mean(-1).square().sum(),
+    lambda x: x[1:].mean() * 0.0,
+    lambda x: x.sum() / 7.0,
+    lambda x: x.sum(-1).square().mean(),
+    lambda x: 0 * x[:, :1].sum(),
+]
+
+
+@pytest.mark.parametrize("reduce", MEANS)
+def test_a_mean_and_a_sum_have_a_gradient(reduce: Callable[[Tensor], Tensor]) -> None:
+    """`0 * logits.sum()` joins a rank without tokens to the graph, and forms no logits."""
     tensors = {name: x.requires_grad_() for name, x in whole_tensors().items()}
     real = tensors["hidden"] @ (tensors["weight"] + 0.5 * tensors["b"] @ tensors["a"]).t()
     real = (real + tensors["bias"]) / 0.7
-    for reduce in (torch.mean, lambda x: x.mean(-1).square().sum(), lambda x: x[1:].mean() * 0.0):
-        expected = torch.autograd.grad(reduce(real), list(tensors.values()), retain_graph=True)
-        leaves, lazy = leaves_and_logits()
-        loss = reduce(lazy / 0.7)
-        torch.testing.assert_close(loss.double(), reduce(real), rtol=1e-5, atol=1e-6)
-        got = torch.autograd.grad(loss, list(leaves.values()))
-        for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
+    expected = torch.autograd.grad(reduce(real), list(tensors.values()), retain_graph=True)
+    leaves, lazy = leaves_and_logits()
+    loss = reduce(lazy / 0.7)
+    torch.testing.assert_close(loss.double(), reduce(real), rtol=1e-5, atol=1e-6)
+    got = torch.autograd.grad(loss, list(leaves.values()))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_of_no_tokens_is_0() -> None:
+    lazy = lazy_logits(torch.randn(S, B, H, requires_grad=True), torch.randn(V, H))
+    assert lazy[:0].sum() == 0.0
 
 
 @pytest.mark.parametrize("gradient", [False, True])

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
-from mcore_logprobs.megatron.ddp import waits_for_parameters
+from mcore_logprobs.megatron.ddp import accumulated, waits_for_parameters
 from mcore_logprobs.megatron.fsdp import is_sharded
 
 _PARTS = {"linear_in.weight", "linear_out.weight"}
@@ -47,6 +47,7 @@ class HeadLoRA(NamedTuple):
         b: `[V/TP, r]`, this rank's rows of B.
         layout: of A over TP: "rows"; "whole" on every rank, with the whole gradient; or "summed",
             whole, where the ranks' gradients are summed after the backward.
+        layers: whose weights A and B are; None where they are made of several layers' weights.
     """
 
     a: Tensor
@@ -54,18 +55,21 @@ class HeadLoRA(NamedTuple):
     scale: float
     group: ProcessGroup | None
     layout: str = "rows"
+    layers: tuple[nn.Module, nn.Module] | None = None
 
     def whole(self) -> tuple[Tensor, Tensor, float]:
         """(A, B, scale) as the fused operations take them.
 
         Collectives: with "rows" one all-gather of `[r/TP, h]` over TP, else none.
         """
-        a = self.a
+        a, b = self.a, self.b
+        if self.layers is not None:
+            a, b = accumulated(self.layers[0], a), accumulated(self.layers[1], b)
         if group_size(self.group) > 1 and self.layout == "rows":
             a = _WholeA.apply(a, self.group)
         elif group_size(self.group) > 1 and self.layout == "summed":
             a = _SharedA.apply(a, group_size(self.group))
-        return a, self.b, self.scale
+        return a, b, self.scale
 
 
 class _WholeA(torch.autograd.Function):
@@ -132,27 +136,29 @@ def head_lora(layer: Any) -> HeadLoRA | None:
     adapter = layer.adapter
     group = resolve_tp_group(getattr(layer.to_wrap, "tp_group", None))
     scale = float(adapter.alpha / adapter.dim)
-    return HeadLoRA(adapter.linear_in.weight, adapter.linear_out.weight, scale, group)
+    layers = adapter.linear_in, adapter.linear_out
+    return HeadLoRA(layers[0].weight, layers[1].weight, scale, group, layers=layers)
 
 
 def _pefts_lora(layer: Any) -> HeadLoRA | None:
     names = _active(layer)
     if not names:
         return None
-    a, b = ([part[name].weight for name in names] for part in (layer.lora_A, layer.lora_B))
+    base = layer.base_layer
+    group = resolve_tp_group(getattr(base, "tp_group", None))
+    layout = "summed" if base.sequence_parallel else "whole"
     scales = [float(layer.scaling[name]) for name in names]
+    pairs = [(layer.lora_A[name], layer.lora_B[name]) for name in names]
+    if len(pairs) == 1:
+        ((a, b),) = pairs
+        return HeadLoRA(a.weight, b.weight, scales[0], group, layout, (a, b))
+    parts_a = [accumulated(a, a.weight) for a, _ in pairs]
+    parts_b = [accumulated(b, b.weight) for _, b in pairs]
     scale = scales[0]
     if any(other != scale for other in scales):  # each goes into its own B, rounded there
-        b = [weight * own_scale for weight, own_scale in zip(b, scales, strict=True)]
+        parts_b = [part * own_scale for part, own_scale in zip(parts_b, scales, strict=True)]
         scale = 1.0
-    base = layer.base_layer
-    return HeadLoRA(
-        a[0] if len(a) == 1 else torch.cat(a),
-        b[0] if len(b) == 1 else torch.cat(b, 1),
-        scale,
-        resolve_tp_group(getattr(base, "tp_group", None)),
-        "summed" if base.sequence_parallel else "whole",
-    )
+    return HeadLoRA(torch.cat(parts_a), torch.cat(parts_b, 1), scale, group, layout)
 
 
 def _active(layer: Any) -> list[str]:

@@ -1,14 +1,24 @@
-"""Megatron's DDP: its hooks on modules whose parameters are gathered while the forward runs.
+"""Megatron's DDP: its hooks on modules, and its gradient buffers.
 
 With `overlap_param_gather` a module waits for its parameters in a forward pre-hook. Modules that a
 patched model does not call, and whose parameters it uses or passes by, have to wait all the same.
+
+With `gradient_accumulation_fusion` a layer adds its weight's gradient to `weight.main_grad` itself,
+and marks the weight; DDP then drops what autograd brings for it until the marks are taken off for
+the next step. A gradient that comes another way, of a patched head, has to go into the buffer too:
+one micro-batch of a step, or one consumer of lazy logits, may call the layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mcore_logprobs.sources.main_grad import MainGrad
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 
@@ -24,3 +34,43 @@ def wait_for_parameters(module: nn.Module) -> None:
         for hook in list(inner._forward_pre_hooks.values()):
             if waits_for_parameters(hook):
                 hook(inner, ())
+
+
+def into_main_grad(layer: nn.Module, weight: Tensor) -> bool:
+    """Whether the weight's gradient goes into `weight.main_grad`, as the layer's own would.
+
+    Not without gradients, as a reference model has no buffers; not a weight that autocast has cast;
+    nor where FSDP makes the buffer when the gradient arrives, which it takes from autograd as well.
+    """
+    fused = any(getattr(layer, name, False) for name in _FUSED)
+    return bool(
+        fused
+        and torch.is_grad_enabled()
+        and weight.requires_grad
+        and isinstance(getattr(weight, "main_grad", None), Tensor)
+        and not hasattr(weight, "__fsdp_param__")
+    )
+
+
+# Megatron's name for it, and Transformer Engine's.
+_FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
+
+
+def accumulated(layer: nn.Module, weight: Tensor) -> Tensor:
+    """The weight; its gradient, of whatever is made of this, goes into `main_grad` if its layer's
+    own would.
+    """
+    return _Accumulated.apply(weight) if into_main_grad(layer, weight) else weight
+
+
+class _Accumulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.main_grad = MainGrad(weight)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor | None:
+        ctx.main_grad.buffer.add_(grads[0])
+        return ctx.main_grad.dummy_wgrad()

@@ -312,6 +312,14 @@ def _reason_against_hooks(layer: nn.Module) -> str:
             return "FSDP shards its weight in one group with other modules"
         if not (is_harmless(hook) or _gives_logits_on(hook)):
             return f"a forward hook on the output layer ({name}) may read or change the logits"
+    if reshards_after_forward(layer):  # which is called as a module again, with its weight there
+        before = (
+            *layer._forward_pre_hooks.values(),
+            *everywhere._global_forward_pre_hooks.values(),
+        )
+        for hook in before:
+            if not is_harmless(hook):
+                return f"a forward pre-hook ({_names(hook)[1]}) would run twice beside FSDP's"
     return ""
 
 

@@ -14,6 +14,7 @@ from mcore_logprobs.checks import autocast_enabled
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.megatron.adapters import HeadLoRA, base_layer, head_lora
+from mcore_logprobs.megatron.ddp import accumulated, into_main_grad
 from mcore_logprobs.megatron.fsdp import is_sharded
 from mcore_logprobs.megatron.heads import reshards_after_forward
 from mcore_logprobs.ops.linear_map import map_logits
@@ -65,7 +66,7 @@ def call_of(
         dtype=output_dtype or cast or hidden.dtype,
         sequence_parallel=base.sequence_parallel,
         tp_group=resolve_tp_group(getattr(base, "tp_group", None)),
-        operands=partial(_operands, lora, cast),
+        operands=partial(_operands, base, lora, cast),
         product=under_autocast,
         as_in_call=as_in_call,
         mapped=map_logits,
@@ -101,7 +102,11 @@ def lazy_logits(head: LazyHead, config: LogprobConfig) -> LazyLogits:
 
 
 def _operands(
-    lora: HeadLoRA | None, dtype: torch.dtype | None, hidden: Tensor, weight: Tensor
+    base: ColumnParallelLinear,
+    lora: HeadLoRA | None,
+    dtype: torch.dtype | None,
+    hidden: Tensor,
+    weight: Tensor,
 ) -> tuple[Tensor, Tensor, LoRAInput | None]:
     """(hidden, weight, LoRA) as they are multiplied: all of it is cast to dtype, autocast's.
 
@@ -111,7 +116,9 @@ def _operands(
     if dtype is None:
         return hidden, weight, gathered
     cast = gathered and (gathered[0].to(dtype), gathered[1].to(dtype), gathered[2])
-    return hidden.to(dtype), weight.to(dtype), cast
+    if weight.dtype != dtype:
+        weight = accumulated(base, weight).to(dtype)
+    return hidden.to(dtype), weight, cast
 
 
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
@@ -120,18 +127,3 @@ def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     if hidden.dtype == torch.float64 or not autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
-
-
-def into_main_grad(layer: ColumnParallelLinear, weight: Tensor) -> bool:
-    """Whether the weight's gradient goes into `weight.main_grad`, as the layer's own would.
-
-    Not without gradients, as a reference model has no buffers; not a weight that autocast has cast;
-    nor where FSDP makes the buffer when the gradient arrives, which it takes from autograd as well.
-    """
-    return bool(
-        layer.gradient_accumulation_fusion
-        and torch.is_grad_enabled()
-        and weight.requires_grad
-        and isinstance(getattr(weight, "main_grad", None), Tensor)
-        and not hasattr(weight, "__fsdp_param__")
-    )

@@ -220,6 +220,7 @@ class LazyLogits(Tensor):
         if written is not None:
             return written
         view, wants, rows = self._view, self._wants_gradient, self._view.rows
+        self.used()
         rows.read_by_function |= self.requires_grad and not wants
         # What is computed within a checkpoint is computed again in its backward.
         keeps = not wants or saved_tensors_hooks() is None

@@ -107,7 +107,7 @@ def _property(kind: str, func: Any, args: tuple[Any, ...]) -> object:
     if kind == "__get__" and name == "data":
         return LazyLogits.of(handle.view_of_head, gradient=False)
     if kind == "__get__" and name in ("grad", "_grad", "_base") and handle.written() is None:
-        return None
+        return _itself(func, args, {}) if name == "grad" else None  # None, with torch's warning
     if kind == "__set__":
         if name == "requires_grad" and args[1] in (True, handle.requires_grad):
             if args[1] and not handle.requires_grad:

@@ -200,32 +200,38 @@ def _selected(handle: LazyLogits, dim: int, index: Tensor) -> object:
     return _like(handle, view.at(places))
 
 
-_SUMMARIZED = ("max", "min", "argmax", "argmin", "mean", "linalg_vector_norm")
+_SUMMARIZED = ("max", "min", "argmax", "argmin", "mean", "sum", "linalg_vector_norm")
 
 
 def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     """Over the vocabulary and without gradients: what metrics and acceptance counts are made of.
 
-    A mean has its gradient: of all logits times 0 it is a loss that joins the graph and asks for
-    nothing.
+    A mean and a sum have their gradient: of all logits times 0 they are a loss that joins the graph
+    and asks for nothing.
     """
     options = dict(kwargs)
     dtype = options.pop("dtype", None) or handle.dtype
     wants = torch.is_grad_enabled() and handle.requires_grad
     view, dims = handle.view_of_head, (*args, *options.values())
-    if name == "mean":
+    of_all = not dims and not view.is_cut
+    if name in ("mean", "sum"):
         handle.used()
-    if name == "mean" and not dims and not view.is_cut:
-        rows = view.mean() if wants else view.summary().mean
-        return rows.mean().to(dtype)
+    if name == "mean" and of_all:
+        return view.mean(gradient=wants).mean().to(dtype)
+    if name == "sum" and of_all:
+        return (view.mean(gradient=wants) * view.width).sum().to(dtype)
     if name == "linalg_vector_norm" and args:  # its order, not its dimension
         return NOT
     if view.is_cut or len(dims) != 1 or not set(options) <= {"dim"} or isinstance(dims[0], Tensor):
         return NOT
     if dims[0] not in (-1, handle.dim() - 1):
         return NOT
+    if name == "mean":
+        return view.mean(gradient=wants).to(dtype)
+    if name == "sum":
+        return (view.mean(gradient=wants) * view.width).to(dtype)
     if wants and not name.startswith("arg"):
-        return view.mean().to(dtype) if name == "mean" else NOT
+        return NOT
     summary = RowSummary(*(x.clone() for x in view.summary()))  # the caller may write into it
     if name.startswith("arg"):
         return summary.largest_column if name == "argmax" else summary.smallest_column
@@ -233,7 +239,7 @@ def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
         return torch.return_types.max((summary.largest.to(dtype), summary.largest_column))
     if name == "min":
         return torch.return_types.min((summary.smallest.to(dtype), summary.smallest_column))
-    return (summary.mean if name == "mean" else summary.norm).to(dtype)
+    return summary.norm.to(dtype)
 
 
 def joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -304,8 +304,10 @@ class View:
         rows.summary = rows.version, self.places, summary
         return summary
 
-    def mean(self) -> Tensor:
-        """The mean of each row, with its gradient; a tile of logits at a time."""
+    def mean(self, *, gradient: bool) -> Tensor:
+        """The mean of each row; with its gradient in a pass of its own, tile by tile."""
+        if not gradient:
+            return self.summary().mean.clone()  # the caller may write into it
         head = self.rows.head
         source = self._head_source(gradient=True, logits_dtype=head.dtype)
         # A map's function gets logits that are not divided by the temperature.

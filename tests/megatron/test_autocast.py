@@ -147,7 +147,7 @@ def test_lora_and_blocks(ranks, way):
 
 
 def into_main_grad() -> float:
-    """A cast weight has no main_grad: DDP adds what autograd leaves, and nothing is lost."""
+    """The gradient of a weight that was cast goes into its main_grad, and nothing is lost."""
     with megatron() as parallel_state:
         from megatron.core.distributed import (
             DistributedDataParallel,

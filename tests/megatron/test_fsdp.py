@@ -179,6 +179,30 @@ def test_from_logits(ranks, first):
         check(found)
 
 
+def hooked_input(sharded: bool) -> tuple[dict[str, float], list[str]]:
+    """(errors, log lines) where a hook changes what the head is given."""
+    with megatron() as parallel_state, log_lines() as lines:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+        model.output_layer.register_forward_pre_hook(lambda _, args: (args[0] * 0.5, *args[1:]))
+        if sharded:
+            wrap(model, parallel_state.get_data_parallel_group(), head="own")
+        batches = [make_batch(parallel_state, seed=seed) for seed in range(2)]
+        expected, expected_grads = train(model, batches, plain)
+        with patch_model(model, LogprobConfig()):
+            got, grads = train(model, batches, plain)
+        return {
+            "loss": max(relative(g, e) for g, e in zip(got, expected, strict=True)),
+            "grad": worst(grads, expected_grads),
+        }, list(lines)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_hook_on_the_heads_input_runs_once(ranks, sharded):
+    for found, lines in ranks(2).run(hooked_input, sharded):
+        assert max(found.values()) < 1e-5, found
+        assert [("would run twice beside FSDP's" in line) for line in lines] == [True] * sharded
+
+
 @pytest.mark.parametrize("first", ["patch", "wrap"])
 def test_a_head_in_a_group_of_modules_is_not_fused(ranks, first):
     """Its weight goes when the last of the group has run, and comes back for all of them only."""

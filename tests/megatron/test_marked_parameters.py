@@ -1,0 +1,120 @@
+"""Parameters that a layer's own call has marked `grad_added_to_main_grad`, beside a patched head.
+
+With gradient_accumulation_fusion Megatron's layers add weight gradients to `main_grad` and mark the
+parameter. DDP takes nothing more from autograd for it until the step is over, in whichever order
+the calls of the step come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs import LogprobConfig, patch_model, vocab_parallel_logprobs
+from mcore_logprobs.cpu_megatron import models as mm
+from tests.megatron import test_lora, test_peft
+from tests.megatron.common import VOCAB, loss_of, make_batch, megatron, relative, tiny_config
+
+ORDERS = [("labels", "labels"), ("labels", "logits"), ("logits", "labels")]
+
+
+@contextlib.contextmanager
+def apex() -> Iterator[None]:
+    """The two functions of Apex's CUDA extension that Megatron's layers call, in torch."""
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        main_grad += (grad_output.t().to(main_grad.dtype)) @ total_input.to(main_grad.dtype)
+
+    extension = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
+    )
+    layers.fused_weight_gradient_mlp_cuda = extension
+    available, layers._grad_accum_fusion_available = layers._grad_accum_fusion_available, True
+    try:
+        yield
+    finally:
+        layers._grad_accum_fusion_available = available
+        del layers.fused_weight_gradient_mlp_cuda
+
+
+def build(head: str, tp: int) -> Any:
+    if head == "bridge":
+        return test_lora.build(tp, gradient_accumulation_fusion=True)
+    if head == "autocast":
+        config = tiny_config(tp, gradient_accumulation_fusion=True)
+        return mm.build_gpt_model(config, vocab_size=VOCAB, tied=False)
+    names = ("first",) if head == "peft" else ("first", "second")
+    model = test_peft.build(tp, names=names)
+    for _, layer in model.output_layer.lora_B.items():
+        layer.gradient_accumulation_fusion = True
+    return model
+
+
+def main_grads(
+    head: str, tp: int, how: tuple[str, ...], settings: dict[str, Any]
+) -> dict[str, float]:
+    """How far main_grad of the head's parameters is from the unpatched model's."""
+    with megatron(tp=tp) as parallel_state, apex():
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+
+        model = build(head, tp)
+        ddp = DistributedDataParallel(
+            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+        marked = [
+            (name, p)
+            for name, p in model.named_parameters()
+            if p.requires_grad and name.startswith("output_layer.")
+        ]
+
+        def losses(kind: str, batch: dict[str, Any]) -> Tensor:
+            if kind == "labels":
+                output = loss_of(ddp(**batch["inputs"], labels=batch["labels"]))
+                return (output * batch["weights"]).sum()
+            logits = ddp(**batch["inputs"])
+            loss = logits.float().log_softmax(-1).square().mean()
+            if kind == "both":
+                loss = loss - (vocab_parallel_logprobs(logits, batch["labels"])).sum()
+            return loss
+
+        def accumulate() -> dict[str, Tensor]:
+            ddp.zero_grad_buffer()
+            for seed, kind in enumerate(how):
+                batch = make_batch(parallel_state, seed=seed)
+                with torch.autocast("cpu", torch.bfloat16, enabled=head == "autocast"):
+                    losses(kind, batch).backward()
+            return {name: p.main_grad.clone() for name, p in marked}
+
+        expected = accumulate()
+        with patch_model(ddp, LogprobConfig(**settings)):
+            found = accumulate()
+        assert len(marked) >= (1 if head == "autocast" else 2)
+        assert all(grad.any() for grad in expected.values())
+        return {name: relative(found[name], grad) for name, grad in expected.items()}
+
+
+@pytest.mark.parametrize("head", ["bridge", "peft", "two adapters", "autocast"])
+@pytest.mark.parametrize("order", ORDERS, ids=" then ".join)
+def test_a_layer_s_own_call_in_the_same_step(ranks: Any, head: str, order: Any) -> None:
+    tp = 2 if head == "bridge" else 1
+    for errors in ranks(tp).run(main_grads, head, tp, order, {}):
+        # Unpatched, autocast rounds the logits and their gradients to bfloat16.
+        assert max(errors.values()) < (1e-2 if head == "autocast" else 1e-5), errors
+
+
+@pytest.mark.parametrize("head", ["bridge", "peft", "autocast"])
+def test_two_consumers_of_lazy_logits(ranks: Any, head: str) -> None:
+    """One has them from hidden states, the other from the layer's own call."""
+    tp = 2 if head == "bridge" else 1
+    for errors in ranks(tp).run(main_grads, head, tp, ("both",), {"logits": "lazy"}):
+        assert max(errors.values()) < (1e-2 if head == "autocast" else 1e-5), errors
