@@ -31,6 +31,13 @@ def test_right_function() -> None:
     assert max(row.error for row in report.rows) < 1e-5
 
 
+def test_as_many_ids_as_the_vocabulary_has() -> None:
+    """The ids' values are whole on every rank, whatever their number."""
+    spec, call = "mcore_logprobs:vocab_parallel_gather", {"log_softmax": True}
+    report = audit(spec, kind="gather", vocab=3, tp=(3,), call=call)
+    assert report.ok, str(report)
+
+
 def test_an_all_reduce_that_autograd_does_not_know(capsys) -> None:
     status = main(["audit", "tests.dropin.audited:plain_all_reduce", "--tp", "1,2"])
     printed = capsys.readouterr().out

@@ -114,8 +114,10 @@ def test_a_loss_mask_says_which_labels_count(tmp_path) -> None:
     text = torch.arange(24).view(2, 12).flip(1)  # ids that no shift of IDS matches
     for labels, said in (NEXT, None), (IDS, "the input's own at 12"), (IDS.roll(1, 1), "before"):
         labels = labels.where(answer, text)
-        problems = checked(tmp_path, input_ids=IDS, labels=labels, loss_mask=answer.float())
-        assert bool(problems) == bool(said), problems
+        for dtype in (torch.float32, torch.float8_e4m3fn, torch.bool):
+            mask = answer.to(dtype)
+            problems = checked(tmp_path, input_ids=IDS, labels=labels, loss_mask=mask)
+            assert bool(problems) == bool(said), problems
         assert said is None or said in problems[0]
     problems = checked(tmp_path, input_ids=IDS, labels=NEXT, loss_mask=torch.zeros(2, 12))
     assert problems == [

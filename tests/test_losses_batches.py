@@ -75,6 +75,13 @@ def test_rejection_at_the_edge_of_certainty():
         assert found.isnan().all()
 
 
+@pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
+def test_rejection_of_sequences_without_tokens(level: str) -> None:
+    for shape in ((3, 0), (0, 4)):
+        found = losses.rejection_mask(*[torch.zeros(shape)] * 3, high=1.0, level=level)
+        assert found.shape == shape
+
+
 @pytest.mark.parametrize("seq_dim", [0, 1])
 @pytest.mark.parametrize("veto", [None, 0.6, 0.9])
 @pytest.mark.parametrize("ratio", ["product", "mean"])

@@ -442,6 +442,22 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch, capsys) -> N
         ({"mask": torch.zeros(2, 3)}, "at least one token"),
         ({"logits": torch.zeros(2, 4, 8)}, r"logits: expected \[2, 3, n\], got \[2, 4, 8\]"),
         ({"hidden": torch.zeros(2, 3, 4)}, "expected one of logits and hidden"),
+        *(
+            ({name: torch.zeros(2, 3, 9)}, f"{name}: expected logits of 8 columns, as the trainer")
+            for name in ("stale_logits", "float32_logits", "rollout_logits")
+        ),
+        (
+            {"rollout_hidden": torch.zeros(2, 3, 4), "weight": torch.zeros(7, 4)},
+            "rollout_hidden: expected logits of 8 columns",
+        ),
+        (
+            {
+                "rollout_logits": torch.zeros(2, 3, 6),
+                "vocab_size": 7,
+                "target": torch.ones(2, 3).int(),
+            },
+            "rollout_logits: expected logits of 8 columns",
+        ),
         ({"logits": None, "hidden": torch.zeros(2, 3, 4)}, "expected weight with it"),
         ({"stale_weight": torch.zeros(8, 4)}, "expected stale_hidden with it"),
         ({"logits": None, "weight": torch.zeros(8, 4)}, "weight: expected hidden with it"),
@@ -502,6 +518,17 @@ def test_mistakes(change: dict, message: str) -> None:
     explain_mismatch(**good)
     with pytest.raises(ValueError, match=message):
         explain_mismatch(**{**good, **change})
+
+
+def test_an_engine_pads_its_vocabulary_in_its_own_way() -> None:
+    logits = torch.randn(2, 30, 12)
+    target = torch.randint(9, (2, 30))
+    right = logits[..., :9].log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    for columns in (9, 10, 12):
+        found = explain_mismatch(
+            right, right, target, logits=logits, rollout_logits=logits[..., :columns], vocab_size=9
+        )
+        assert (found.train, found.rollout) == (Settings(), Settings())
 
 
 @pytest.mark.parametrize("ignored", [-100, -7, 99])

@@ -70,19 +70,23 @@ def _read_run(path: Path, config: RunConfig, layout: Layout) -> dict:
     file = path / "run.json"
     if not file.is_file():
         raise SetupError(f"{path} is no checkpoint: {file.name} is missing")
-    run = json.loads(file.read_text())
-    if run["world"] != layout.world:
+    try:
+        run = json.loads(file.read_text())
+        world, saved, _ = run["world"], {key: run["config"][key] for key in _RUN_KEYS}, run["step"]
+    except (ValueError, LookupError, TypeError) as error:
         raise SetupError(
-            f"{path} was saved by {run['world']} processes, this run has {layout.world}"
-        )
+            f"{file} is refused: expected what this version of the example writes ({error!r})"
+        ) from None
+    if world != layout.world:
+        raise SetupError(f"{path} was saved by {world} processes, this run has {layout.world}")
     for rank in range(layout.world):
         if not (path / f"rank_{rank}.pt").is_file():
             raise SetupError(f"checkpoint file {path / f'rank_{rank}.pt'} is missing")
     now = json.loads(json.dumps(dataclasses.asdict(config)))  # both sides have JSON's types
     for key in _RUN_KEYS:
-        if run["config"][key] != now[key]:
+        if saved[key] != now[key]:
             raise SetupError(
-                f"{path} was saved with {key} = {run['config'][key]}, this run has {now[key]}; "
+                f"{path} was saved with {key} = {saved[key]}, this run has {now[key]}; "
                 "a checkpoint resumes the same run on the same layout"
             )
     return run

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -176,8 +177,8 @@ def load_config(path: str | Path) -> RunConfig:
     if not path.is_file():
         raise SetupError(f"config file {path} does not exist")
     try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SetupError(f"{path} is not valid YAML: {error}") from None
     config = from_dict(RunConfig, values, where=str(path))
     return config if "name" in values else dataclasses.replace(config, name=path.stem)
@@ -188,9 +189,8 @@ def from_dict(cls: type, values: Any, *, where: str) -> Any:
     if not isinstance(values, dict):
         raise SetupError(f"{where}: expected a mapping, got {values!r}")
     known, built = get_type_hints(cls), {}
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise SetupError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
+    if unknown := others(values, known):
+        raise SetupError(f"{where}: unknown key {unknown}; known: {', '.join(known)}")
     for key, value in values.items():
         kind, inside = known[key], f"{where}: {key}"
         if dataclasses.is_dataclass(kind):
@@ -206,6 +206,11 @@ def from_dict(cls: type, values: Any, *, where: str) -> Any:
             raise SetupError(f"{inside}: expected a finite number, got {value!r}")
         built[key] = value
     return cls(**built)
+
+
+def others(given: Iterable[Any], known: Iterable[str]) -> str:
+    """The keys that are not known; YAML reads `on` and `1` as no texts."""
+    return ", ".join(sorted(map(str, set(given) - set(known))))
 
 
 def override(config: RunConfig, **given: Any) -> RunConfig:
@@ -273,6 +278,9 @@ _RULES = (
     ("optimizer.beta1 optimizer.beta2", lambda x: 0 <= x < 1, "in [0, 1)"),
     ("rollout.top_p rollout.gpu_memory", lambda x: 0 < x <= 1, "in (0, 1]"),
     ("rollout.min_p", lambda x: 0 <= x <= 1, "in [0, 1]"),
+    ("grpo.clip_low", lambda x: 0 <= x < 1, "in [0, 1)"),
+    ("grpo.clip_high", lambda x: x >= 0, ">= 0"),
+    ("seed", lambda x: abs(x) < 2**30, "between -2**30 and 2**30"),
     ("task.eval_questions", lambda x: x == 0 or x >= 2, "0, or >= 2"),  # one has no standard error
 )
 _CHOICES = {
@@ -310,6 +318,18 @@ def validate(config: RunConfig, world_size: int) -> None:
         needs_reference = config.needs_reference
     except (TypeError, ValueError) as error:
         raise SetupError(f"grpo.settings of {g.objective}: {error}") from None
+    others_settings = {key: value for key, value in g.settings.items() if key != "weighted"}
+    without = dataclasses.replace(config, grpo=dataclasses.replace(g, settings=others_settings))
+    if "importance_weights" in set(config.loss.tensors) - set(without.loss.tensors):
+        raise SetupError(
+            f"grpo.settings of {g.objective}: expected rollout.importance_cap, which weights any "
+            "objective, got weighted: true"
+        )
+    if config.task.name == "echo" and (config.task.examples or config.task.system):
+        raise SetupError(
+            "task echo: expected no examples and no system, which its prompts of letters have no "
+            f"place for, got {config.task.examples} and {config.task.system!r}"
+        )
     if needs_reference and r.filters and not r.replays:
         raise SetupError(
             "rollout.kept_tokens: expected engine with top_p < 1 or min_p > 0 and a reference "
@@ -359,9 +379,8 @@ def llama_config(section: ModelSection) -> Any:
         raise SetupError(f"the model's configuration needs transformers: {error}") from None
     if section.source == "random":
         known = inspect.signature(LlamaConfig.__init__).parameters
-        unknown = sorted(set(section.random) - set(known))
-        if unknown:
-            raise SetupError(f"model.random: unknown key {', '.join(unknown)}")
+        if unknown := others(section.random, known):
+            raise SetupError(f"model.random: unknown key {unknown}")
         try:
             return LlamaConfig(**section.random)
         except Exception as error:  # checks of its own, of several types

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_logprobs import context_parallel_positions, context_parallel_shard
 
-from .config import SetupError, TaskSection
+from .config import SetupError, TaskSection, others
 from .rollout import Sample
 
 IGNORE = -100
@@ -66,9 +66,8 @@ class EchoTask:
 
     def __init__(self, section: TaskSection, *, seed: int) -> None:
         known = {"letters": 8, "prompt_length": 4, "answer_length": 4}
-        unknown = sorted(set(section.options) - set(known))
-        if unknown:
-            raise SetupError(f"task echo: unknown option {', '.join(unknown)}")
+        if unknown := others(section.options, known):
+            raise SetupError(f"task echo: unknown option {unknown}")
         for name, value in section.options.items():
             if type(value) is not int or not 1 <= value <= 26:
                 raise SetupError(f"task echo: {name}: expected an int from 1 to 26, got {value!r}")

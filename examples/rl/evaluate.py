@@ -97,7 +97,13 @@ class Records:
     def __init__(self, path: Path, kind: type, resumed: int) -> None:
         # A run that was killed may have left half a line behind: a whole one ends in a newline.
         lines = path.read_text().split("\n")[:-1] if resumed and path.exists() else []
-        found = [kind(**json.loads(line)) for line in lines]
+        try:
+            found = [kind(**json.loads(line)) for line in lines]
+        except (ValueError, TypeError) as error:
+            raise SetupError(
+                f"{path}: expected lines that this version of the example wrote ({error}); move it "
+                "away, and the resumed run begins a new one"
+            ) from None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
         self.path, self.all = path, []

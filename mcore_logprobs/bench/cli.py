@@ -159,6 +159,8 @@ def main(
             for what in (named if args.what else default)
             for shape in _shapes(sizes[device.type][what], args, device, group)
         ]
+        if not every:
+            parser.exit(2, "bench: no shape is left to measure\n" if first else "")
         progress = Progress([shape.rows * shape.vocab * (shape.hidden + 64) for _, shape in every])
         for what, shape in every:
             if first:

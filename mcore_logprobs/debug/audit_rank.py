@@ -351,18 +351,15 @@ def _one(
     loss, exact_loss = torch.zeros(()), torch.zeros((), dtype=torch.float64)
     for i, (part, want) in enumerate(zip(kind.parts, exact, strict=True)):
         got = results[i].reshape(results[i].shape)
-        sharded = want.shape[-1:] == (job.vocab,) and want.dim() == exact_leaf.dim()
-        local = want[..., mine] if sharded else want
+        local = want[..., mine] if kind.sharded else want
         if got.numel() == local.numel():
             got = got.reshape(local.shape)  # [n, 1] for [n] is a convention
         rows.append({"tensor": part, **_difference(got.detach(), local.detach())})
         weight = inputs["upstream"] * (1.0 + i)
-        spread = torch.linspace(0.5, 1.5, job.vocab if sharded else 1)
         if want.dim() > weight.dim():
-            spread = spread if sharded else torch.linspace(0.5, 1.5, want.shape[-1])
-            weight = weight.unsqueeze(-1) * spread
+            weight = weight.unsqueeze(-1) * torch.linspace(0.5, 1.5, want.shape[-1])
         exact_loss = exact_loss + (want * weight.double()).sum()
-        local_weight = weight[..., mine] if sharded else weight
+        local_weight = weight[..., mine] if kind.sharded else weight
         if kind.differentiable:
             loss = loss + (got * local_weight.to(got.dtype)).sum()
     if not kind.differentiable:

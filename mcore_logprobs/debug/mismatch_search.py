@@ -196,11 +196,32 @@ class Rows:
     vocab_size: int | None
     tp_group: ProcessGroup | None
 
+    def __post_init__(self) -> None:
+        """Raises: ValueError: logits over another vocabulary than the trainer's."""
+        others = (("stale", self.stale), ("float32", self.float32), ("rollout", self.engine))
+        for prefix, source in others:
+            if source is None or source.width == self.fresh.width or self._padded(source):
+                continue
+            kind = "logits" if source.weight is None else "hidden"
+            raise ValueError(
+                f"{prefix}_{kind}: expected logits of {self.fresh.width} columns, as the "
+                f"trainer's are, got {source.width}"
+            )
+
+    def _padded(self, source: Source) -> bool:
+        """Whether these are the engine's, which may pad the true vocabulary in another way."""
+        if source is not self.engine or self.vocab_size is None:
+            return False
+        return source.width * self._ranks >= self.vocab_size
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self.tp_group is None else self.tp_group.size()
+
     @property
     def ids(self) -> int:
         """How many ids there are: vocab_size, or every column."""
-        ranks = 1 if self.tp_group is None else self.tp_group.size()
-        return self.vocab_size or self.fresh.width * ranks
+        return self.vocab_size or self.fresh.width * self._ranks
 
     def choices(self, name: str) -> tuple[Any, ...]:
         """The values of a setting that give different figures here, the right one first."""

@@ -65,21 +65,28 @@ class Kind:
 
     Attributes:
         parts: names of the tensors that the function returns, in order.
-        exact: (logits, the inputs by name) -> those tensors. A last dimension of V is sharded like
-            the logits.
+        exact: (logits, the inputs by name) -> those tensors.
         inputs: the second argument's meaning: "target", "teacher" or "ids"; "" is none.
         differentiable: whether gradients are compared.
+        sharded: they are `[..., V]`, sharded like the logits.
     """
 
     parts: tuple[str, ...]
     exact: Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, ...]]
     inputs: str = ""
     differentiable: bool = True
+    sharded: bool = False
 
 
-def _kind(part: str, formula: Callable[..., Tensor], inputs: str = "") -> Kind:
+def _kind(
+    part: str, formula: Callable[..., Tensor], inputs: str = "", *, sharded: bool = False
+) -> Kind:
     """A kind with one part; the formula takes the logits, then the inputs that it asks for."""
-    return Kind((part,), lambda z, x: (formula(z, *([x[inputs]] if inputs else [])),), inputs)
+
+    def exact(z: Tensor, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return (formula(z, *([x[inputs]] if inputs else [])),)
+
+    return Kind((part,), exact, inputs, sharded=sharded)
 
 
 KINDS: dict[str, Kind] = {
@@ -91,7 +98,7 @@ KINDS: dict[str, Kind] = {
         ("logprobs", "entropy"), lambda z, x: (logprobs(z, x["target"]), entropy(z)), "target"
     ),
     "sum_pi_squared": _kind("sum p^2", sum_pi_squared),
-    "log_softmax": _kind("log-softmax", lambda z: z.log_softmax(-1)),
+    "log_softmax": _kind("log-softmax", lambda z: z.log_softmax(-1), sharded=True),
     "kl": _kind("KL(teacher || student)", lambda z, teacher: kl(teacher, z), "teacher"),
     "reverse_kl": _kind("KL(student || teacher)", kl, "teacher"),
     "cross_entropy": _kind("cross entropy", lambda z, t: cross_entropy(t, z), "teacher"),

@@ -259,7 +259,8 @@ def rejection_mask(
     else:
         distance = KL[estimator](p, q)
     if level == "max":
-        distance = distance.masked_fill(~valid_mask, -math.inf).amax(seq_dim, keepdim=True)
+        if distance.numel():  # torch knows no largest of none
+            distance = distance.masked_fill(~valid_mask, -math.inf).amax(seq_dim, keepdim=True)
     elif level != "token":
         reduce = sequence_sum if level == "sum" else sequence_mean
         distance = reduce(distance, mask, seq_dim=seq_dim)

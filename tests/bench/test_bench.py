@@ -97,6 +97,7 @@ def test_a_picture_shows_every_dtype(rows: list[int], tmp_path, monkeypatch) -> 
         ["rows", "--device", "cuda"],
         ["rows", "--json", "nowhere/results.json"],
         *(["rows", "--memory-gib", size] for size in ("nan", "0", "-1", "inf", "much")),
+        ["logits", "--rows", "8", "--vocab", "64", "--memory-gib", "1e-9", "--busy-ok"],
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

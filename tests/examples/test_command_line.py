@@ -57,6 +57,8 @@ def test_megatron_lm_flags() -> None:
     ("values", "message"),
     [
         ({"stepz": 3}, "unknown key stepz"),
+        ({True: 3, 1.5: 2, "foo": 3}, "unknown key 1.5, True, foo; known: name, "),
+        ({"grpo": {1: 2}}, "grpo: unknown key 1; known: "),
         ({"grpo": {"kl": 0.1}}, "grpo: unknown key kl"),
         ({"steps": "three"}, "steps: expected int, got 'three'"),
         ({"parallel": {"tp": True}}, "tp: expected int, got True"),
@@ -89,6 +91,23 @@ def test_bad_values(values: dict, message: str) -> None:
             "grpo.settings of DPPOLoss: .*unexpected keyword argument 'clip_low'",
         ),
         ({"parallel": {"tp": 0}}, 1, "parallel.tp: expected >= 1, got 0"),
+        ({"seed": 2**70}, 1, "seed: expected between"),
+        ({"grpo": {"objective": "GSPOLoss", "clip_low": 1.5}}, 1, "grpo.clip_low: expected in"),
+        (
+            {"grpo": {"objective": "GSPOLoss", "clip_high": -0.5}},
+            1,
+            "grpo.clip_high: expected >= 0",
+        ),
+        *(
+            (
+                {"grpo": {"objective": name, "settings": {"weighted": True}}},
+                1,
+                f"grpo.settings of {name}: expected rollout.importance_cap",
+            )
+            for name in ("ClippedLoss", "ClipCovLoss")
+        ),
+        ({"task": {"examples": 3}}, 1, "task echo: expected no examples and no system"),
+        ({"task": {"system": "hello"}}, 1, "task echo: expected .*, got 0 and 'hello'"),
         ({"grpo": {"micro_batch": 5}}, 1, "16 samples do not divide"),
         ({"rollout": {"group_size": 1}}, 1, "group_size: expected >= 2"),
         ({"rollout": {"temperature": 0.0}}, 1, "temperature: expected > 0"),
@@ -126,6 +145,8 @@ def test_bad_combinations(values: dict, world: int, message: str) -> None:
 def test_sizes_of_a_random_model() -> None:
     with pytest.raises(SetupError, match=r"model\.random: unknown key hiden_size"):
         llama_config(ModelSection(random={"hiden_size": 5}))
+    with pytest.raises(SetupError, match=r"model\.random: unknown key 1"):
+        llama_config(ModelSection(random={1: 2}))
     with pytest.raises(SetupError, match=r"model\.random: "):
         llama_config(ModelSection(random={"hidden_size": 12, "num_attention_heads": 5}))
 
@@ -136,6 +157,9 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("a: [1")
     with pytest.raises(SetupError, match="not valid YAML"):
         load_config(tmp_path / "broken.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(SetupError, match="not valid YAML"):
+        load_config(tmp_path / "latin.yaml")
 
 
 def test_command_line_wins() -> None:

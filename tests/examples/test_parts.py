@@ -283,6 +283,12 @@ def test_resume_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
     assert reporter.records == [_record(1), _record(2)]
     kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert kept == lines[:2]
+    for other in ('{"step": 1, "foo": 1}', "{", "3"):
+        (tmp_path / "metrics.jsonl").write_text(f"{lines[0]}\n{other}\n")
+        with pytest.raises(
+            SetupError, match="expected lines that this version of the example wrote"
+        ):
+            Reporter(trainer)
 
 
 def test_an_interrupted_run_keeps_its_lines_and_its_plot(tmp_path: Path) -> None:

@@ -300,6 +300,10 @@ def test_mistakes_are_told_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     foreign, traces = tmp_path / "foreign", tmp_path / "its_code_ran"
     shutil.copytree(saved, foreign)
     torch.save({"model": _Runs(str(traces))}, foreign / "rank_1.pt")
+    unread = [tmp_path / name for name in ("half", "older")]
+    for folder, text in zip(unread, ("{", '{"step": 1, "world": 2, "config": {}}'), strict=True):
+        shutil.copytree(saved, folder)
+        (folder / "run.json").write_text(text)
     mistakes: dict[str, tuple[dict, dict, Path | None]] = {
         "'no_such_model' is not installed": (
             {"model": {"source": "pypi:no_such_model"}},
@@ -313,6 +317,8 @@ def test_mistakes_are_told_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
         "was saved with optimizer": ({"optimizer": {"lr": 0.5}}, {}, saved),
         "is no checkpoint": ({}, {}, tmp_path / "none"),
         "rank_1.pt is missing": ({}, {}, broken),
+        "half/run.json is refused: expected what this version": ({}, {}, unread[0]),
+        "older/run.json is refused: expected what this version": ({}, {}, unread[1]),
         "rank_1.pt is refused: expected tensors and plain data": ({}, {}, foreign),
     }
     found = ranks(2).run_many(_build, mistakes.values(), timeout=280)
