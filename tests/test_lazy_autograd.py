@@ -100,6 +100,56 @@ def test_a_hook_that_is_put_first_is_called(use: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def written_under_no_grad(logits: Tensor) -> None:
+    with torch.no_grad():
+        logits.div_(2.0)
+
+
+BEHIND_A_HOOK: dict[str, Callable[[Tensor], Any]] = {
+    "scaled": lambda x: x.div_(2.0),
+    "written": lambda x: x.__setitem__((0, 0), 0.0),
+    "a view": lambda x: x[1:].add_(1.0),
+    "columns": lambda x: x[..., 3:].fill_(-1.0),
+    "no_grad": written_under_no_grad,
+    "data": lambda x: x.data.div_(2.0),
+}
+
+
+@pytest.mark.parametrize("write", BEHIND_A_HOOK)
+@pytest.mark.parametrize("before", [lambda x: x, lambda x: x / 0.7, lambda x: x.flip(0)])
+def test_a_write_behind_a_hook_is_refused(write: str, before: Callable[[Tensor], Tensor]) -> None:
+    """torch takes a view that was written to off the node that its hook is on."""
+    logits = before(lazy_logits(**head()))
+    logits.register_hook(lambda grad: 3.0 * grad)
+    with pytest.raises(RuntimeError, match="expected hooks after the last write"):  # noqa: PT012
+        BEHIND_A_HOOK[write](logits)
+        entropy(logits)
+
+
+def test_a_hook_on_a_leaf_outlives_a_write() -> None:
+    with torch.no_grad():
+        logits = lazy_logits(**head())
+    logits.requires_grad_()
+    seen: list[Tensor] = []
+    logits.register_hook(seen.append)
+    with torch.no_grad():
+        logits.div_(2.0)
+    entropy(logits).backward()
+    assert len(seen) == 1
+
+
+def test_a_gradient_that_is_kept_outlives_a_write() -> None:
+    found = []
+    for lazy in (False, True):
+        tensors = head()
+        logits = lazy_logits(**tensors) if lazy else tensors["hidden"] @ tensors["weight"].t()
+        logits.retain_grad()
+        logits.div_(2.0)
+        entropy(logits).backward()
+        found.append(logits.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 def test_hooks_behind_readers_without_gradients_are_called() -> None:
     tensors = head()
     logits = lazy_logits(**tensors)

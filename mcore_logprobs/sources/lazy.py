@@ -191,8 +191,7 @@ class LazyLogits(Tensor):
 
     def _shared(self) -> Tensor:
         """This handle's part of the real logits that all views share."""
-        kept = self._view.rows.real
-        real = self._part_of(kept[True] if True in kept else kept[False])
+        real = self._part_of(self._view.rows.shared)
         return real if self.requires_grad or not real.requires_grad else real.detach()
 
     def _part_of(self, flat: Tensor) -> Tensor:

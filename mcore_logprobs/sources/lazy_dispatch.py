@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_logprobs.checks import not_traced
 from mcore_logprobs.sources.lazy import LazyLogits
+from mcore_logprobs.sources.lazy_head import writes_to
 from mcore_logprobs.sources.lazy_record import NOT, is_in_place, joined, recorded, words
 
 # Answered by the handle itself.
@@ -142,11 +143,12 @@ def _with_real(name: str, func: Any, args: tuple[object, ...], kwargs: dict[str,
     written = args[0] if (in_place or hooked) and args else out
     if not isinstance(written, LazyLogits):
         return func(*_real(args, name), **_real(kwargs, name))
+    rows = written.view_of_head.rows
     if hooked:
         written.check_unused(name)
     real = written.materialize_to_write(name)
     if not hooked:
-        written.view_of_head.rows.changed()
+        rows.changed()
     if written is out:
         kwargs = {**_real({k: v for k, v in kwargs.items() if k != "out"}, name), "out": real}
         result = func(*_real(args, name), **kwargs)
@@ -154,6 +156,8 @@ def _with_real(name: str, func: Any, args: tuple[object, ...], kwargs: dict[str,
         result = func(real, *_real(args[1:], name), **_real(kwargs, name))
     if not hooked:
         written.rejoin()
+    elif name == "register_hook" and written.owned is None:
+        rows.hooked_at = writes_to(rows.shared)
     return written if result is real else result
 
 

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mcore_logprobs.groups import VocabShard, group_size
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.latest_pass import LatestPass, PassKey
-from mcore_logprobs.sources.lazy_head import LazyHead, RowSummary
+from mcore_logprobs.sources.lazy_head import LazyHead, RowSummary, writes_to
 from mcore_logprobs.sources.rows import RowSelection
 from mcore_logprobs.sources.vocab_bias import LogitBias, scaled_bias
 
@@ -44,6 +44,7 @@ class Rows:
         written_past_handles: whether somebody wrote into real logits through a view of their
             columns, which is no handle.
         overwritten: whether those were logits that only some of the views have.
+        hooked_at: how often real logits had been written to when a hook was put on a view of them.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Rows:
         self.version = 0
         self.summary: tuple[int, Tensor, RowSummary] | None = None
         self.written_past_handles = self.overwritten = False
+        self.hooked_at: int | None = None
         self._handles: list[weakref.ref[Tensor]] = []
         self._given_out: list[_GivenOut] = []
 
@@ -105,6 +107,21 @@ class Rows:
         for handle in self.handles():
             if not handle.is_inference():
                 torch.autograd.graph.increment_version(handle)
+
+    @property
+    def shared(self) -> Tensor:
+        """The real logits that all views share.
+
+        Raises:
+            RuntimeError: a hook is on a view of them that a write has taken out of the graph.
+        """
+        real = self.real[True] if True in self.real else self.real[False]
+        if self.hooked_at not in (None, writes_to(real)):
+            raise RuntimeError(
+                "lazy logits: expected hooks after the last write, got a write after register_hook "
+                "on them or a view of them: the hook would not be called"
+            )
+        return real
 
     def divide_(self, places: Tensor, by: float | Tensor) -> None:
         """Divide the rows at places (int64, any shape) by a number or a tensor of that shape."""
