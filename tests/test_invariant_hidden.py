@@ -172,6 +172,26 @@ def test_wrong_segments_are_refused() -> None:
             linear_token_stats(hidden, weight, torch.tensor([0, 1]), invariant_segments=segments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("hidden_size", [7, 17, 33, 66, 577])
+def test_any_place_among_the_rows_at_odd_sizes(hidden_size: int, dtype: torch.dtype) -> None:
+    """Few columns, and an inner dimension that is no whole vector."""
+    rows, order = 24, torch.randperm(24)
+    hidden = torch.randn(rows, hidden_size).to(dtype)
+    weight, target = torch.randn(48, hidden_size).to(dtype), torch.randint(48, (rows,))
+    options: dict[str, Any] = {"invariant_segments": 6, "backend": "torch", **EVERY_STATISTIC}
+
+    def statistics(places: Tensor, **more: Any) -> dict[str, Tensor]:
+        stats = linear_token_stats(hidden[places], weight, target[places], **options, **more)
+        return {name: getattr(stats, name) for name in PER_TOKEN}
+
+    expected = statistics(torch.arange(rows))
+    for name, found in statistics(order).items():
+        assert torch.equal(found, expected[name][order]), name
+    for name, found in statistics(torch.arange(rows), chunk_size=5).items():
+        assert torch.equal(found, expected[name]), name
+
+
 # ---- doctor --------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from mcore_logprobs.kernels import budgets
 logger = logging.getLogger("mcore_logprobs")
 
 _ALIGNMENT = 64  # bytes; as torch allocates
+_UNIT = 16  # numbers, of which the inner dimension of an invariant product is a multiple
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -155,6 +156,12 @@ def batch_invariant_matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     `aligned`, or a transposed view of what is.
     """
     rows = budgets.of(a.device.type).fixed_rows
+    missing = -a.shape[1] % _UNIT
+    if missing and a.device.type == "cpu":
+        # MKL (2024) adds a row's last numbers in another order by its place, if they are no whole
+        # vector and the columns are few.
+        a = torch.nn.functional.pad(a, (0, missing))
+        b = torch.nn.functional.pad(b, (0, 0, 0, missing))
     padded = fresh = None
     for start in range(0, a.shape[0], rows):
         left, result = a[start : start + rows], out[start : start + rows]

@@ -103,10 +103,10 @@ DOCS = {
     "logit_bias": "None, or what is added to the logits before the temperature, as engines do: "
     "`{id: x}` with global ids, or this rank's `[V/TP]`; finite or -inf. A constant without a "
     "gradient. Both sides of a divergence get it.",
-    "disallowed_ids": "None, or integers `[k]`: global ids whose logits are -inf (NaN stays NaN), "
-    "the same on every TP rank. A target or an id to gather among them has log-probability -inf "
-    "and, without a filter, a log-probability's gradient at its own column (grad_output): mask its "
-    "loss.",
+    "disallowed_ids": "None, or integers `[k]`: global ids whose logits are -inf (NaN and inf "
+    "become NaN), the same on every TP rank. A target or an id to gather among them has "
+    "log-probability -inf and, without a filter, a log-probability's gradient at its own column "
+    "(grad_output): mask its loss.",
     "rows": "None, or int64 `[m]`: compute only these rows, flat indices into hidden's leading "
     "shape (of the whole sequence under sequence parallelism, the same on every TP rank), in any "
     "order, repeated or not. Targets, masks, per-token tensors and results are then `[m]`; other "

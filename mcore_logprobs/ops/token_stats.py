@@ -78,7 +78,7 @@ def vocab_parallel_token_stats(
             gradient, also if its logits are NaN. None: no such target.
         label_smoothing: a in [0, 1): the target distribution has 1 - a on the target and
             a / (K - 1) on each of the K - 1 others (Megatron's convention, over the whole true
-            vocabulary).
+            vocabulary). Columns of -inf, such as disallowed ids, are not among the K.
         candidate_ids: also `candidates` `[..., k]`, differentiable: the values at ids `[k]`, which
             are the same for every token, or at `[..., k]`. They cost no further pass and no further
             collective. 0 where an id or the target is ignore_index. Where that is a true id, an id
