@@ -93,12 +93,13 @@ def stats(
         buffer = torch.full(shape, -torch.inf, dtype=dtype, device=device)
     for part in row_chunks(rows, chunk_size):
         step_chunk, step_target = chunk.rows(part), target[part]
-        raw, x = step_chunk.logits[:, :valid], step_chunk.unscaled()
-        first = by_name(names, out[0, :, part])
-        first["target"].copy_(gather_target(x, step_target, 0.0))
+        raw, x = step_chunk.logits, step_chunk.unscaled()
+        step_stats = by_name(names, out[:, :, part], dim=1)
+        step_stats["target"][0] = gather_target(x, step_target, 0.0)
         if spec.rank:
             assert threshold is not None
-            first["higher"].copy_(_count_higher(step_chunk, x, step_target, threshold[..., part]))
+            higher = _count_higher(step_chunk, x, step_target, threshold[..., part])
+            step_stats["higher"][0] = higher
         is_copy = raw.dtype != dtype or not step_chunk.is_raw
         memory = x if is_copy else None  # a copy may be overwritten, the caller's logits not
         if buffer is not None:
@@ -109,26 +110,24 @@ def stats(
         by_block = x.unflatten(1, (blocks, size))
         if memory is not None:
             memory = by_block if memory is x else memory.unflatten(1, (blocks, size))
-        _reduce_blocks(
-            by_block,
-            memory,
-            spec,
-            step_chunk.processing.multiplier,
-            out[:, :, part],
-        )
+        _reduce_blocks(by_block, memory, spec, step_chunk.processing.multiplier, step_stats)
         if buffer is not None:
             buffer[:, valid:] = -torch.inf  # the reduction leaves other numbers there
     return out
 
 
 def _reduce_blocks(
-    x: Tensor, memory: Tensor | None, spec: StatsSpec, multiplier: float | Tensor, out: Tensor
+    x: Tensor,
+    memory: Tensor | None,
+    spec: StatsSpec,
+    multiplier: float | Tensor,
+    part: dict[str, Tensor],
 ) -> None:
-    """Statistics over the last dimension of x `[c, blocks, block]`, into out `[blocks, k, c]`.
+    """Statistics over the last dimension of x `[c, blocks, block]`, into
+    part by name, `[blocks, c]` each.
 
     The sums run over `memory`, of x's shape, which may be x itself; None: over fresh memory.
     """
-    part = by_name(spec.fields, out, dim=1)
     block_max = x.amax(-1)
     part["max"].copy_(block_max.t())
     base = torch.where(block_max.isneginf(), 0.0, block_max).unsqueeze(-1)
