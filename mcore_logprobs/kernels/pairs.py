@@ -481,7 +481,8 @@ def pair_grad(
         The others as in `pair_sums`.
     """
     valid = student.valid
-    out[:, valid:] = 0
+    if valid < out.shape[1]:
+        out[:, valid:] = 0
     if valid == 0:
         return
     for part in row_chunks(out.shape[0], chunk_size):

@@ -186,7 +186,8 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) ->
         chunk_size: as in `stats`.
     """
     valid = chunk.valid
-    out[:, valid:] = 0
+    if valid < out.shape[1]:
+        out[:, valid:] = 0
     if valid == 0:
         return
     for part in row_chunks(out.shape[0], chunk_size):
@@ -201,9 +202,9 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) ->
                 coef.unsqueeze(-1),
                 spec,
             )
-            asked = (upstream != 0).any(-1) | (coef != 0).any(0)
+            asked = upstream.any(-1) | coef.any(0)
             dz.masked_fill_(~asked.unsqueeze(-1), 0.0)
-        row = torch.arange(len(columns), device=out.device).unsqueeze(-1).expand_as(columns)
+        row = torch.arange(columns.shape[0], device=out.device).unsqueeze(-1)
         upstream = torch.where(columns >= 0, upstream, 0.0).to(dz.dtype)
         dz.index_put_((row, columns.clamp(min=0)), upstream, accumulate=True)
         step_chunk.to_raw_gradient(dz)

@@ -173,7 +173,7 @@ def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., o
     assert coef is not None
     logits, multiplier = chunk.logits, row_multipliers(chunk)
     row = by_name(spec.coefficients, coef * multiplier)
-    asked = (coef != 0).any(0) | (upstream != 0).any(1)
+    asked = coef.any(0) | upstream.any(1)
     # The columns' entries are computed apart, from logits before anything is written over them, and
     # rounded once: near p = 1 one is the difference of two nearly equal numbers.
     columns, upstream = _with_repeats(columns, upstream)
