@@ -122,15 +122,17 @@ class Check:
     hint: Callable[[object], str] = lambda value: ""
 
     def __call__(self, name: str, value: object) -> None:
+        if value is None and self.or_none:
+            return
         is_kind = isinstance(value, self.kind)
         if isinstance(value, bool) and self.kind in (int, Real):
             is_kind = False
         number = value
         # A float may be a symbol to torch.compile, which breaks its graph at a symbol's hasattr.
         plain = type(value) in (int, float)
-        if self.kind is Real and isinstance(value, Real) and not plain and hasattr(value, "dtype"):
+        if self.kind is Real and not plain and isinstance(value, Real) and hasattr(value, "dtype"):
             number = float(value)  # NumPy compares in its own dtype, in which _LARGEST is inf
-        if not (is_kind and self.accepts(number)) and not (self.or_none and value is None):
+        if not (is_kind and self.accepts(number)):
             raise ValueError(f"{name}: expected {self.expected}, got {value!r}{self.hint(value)}")
 
     @property
