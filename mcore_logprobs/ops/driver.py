@@ -232,10 +232,10 @@ def apply(
     it if they change before, and so that it does not matter how the logits lie in memory then.
     """
     counts = len(source.tensors), len(per_token)
-    learns = any(x is not None and x.requires_grad for x in source.tensors)
     plans: tuple[KeptPlan, ...] = ()
-    if source.may_keep and learns and torch.is_grad_enabled():  # not within another function
-        plans = plan_kept(source.heads, operation.rereads)
+    if source.may_keep and torch.is_grad_enabled():  # not within another function
+        learns = any(x is not None and x.requires_grad for x in source.tensors)
+        plans = plan_kept(source.heads, operation.rereads) if learns else ()
     tensors = (*source.tensors, *per_token, *constants)
     return _lent(_Recompute, source, operation, counts, plans, *tensors)
 
