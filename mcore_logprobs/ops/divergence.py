@@ -145,9 +145,11 @@ def kl_div(
     beta: float = 0.5,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """`vocab_parallel_kl_div` of two sources of the same tokens; kind may be "cross_entropy"."""
-    if kind != "cross_entropy":
-        check_kind(kind, beta)
+    """`vocab_parallel_kl_div` of two sources of the same tokens.
+
+    Args:
+        kind, beta: checked by the caller, before it opened the sources; or "cross_entropy".
+    """
     mask = check_mask(mask, student.batch_shape, student.device)
     student = student.compacted(mask)
     if mask is None:
