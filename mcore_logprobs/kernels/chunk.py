@@ -117,7 +117,9 @@ class Chunk:
     lasting: bool = False
 
     def rows(self, part: slice) -> Chunk:
-        """Some of its rows."""
+        """Some of its rows; itself if they are all."""
+        if part.start == 0 and part.stop == self.logits.shape[0]:
+            return self
         processing = self.processing.rows(part)
         return Chunk(self.logits[part], self.valid, processing, self.lasting)
 

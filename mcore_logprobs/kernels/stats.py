@@ -233,7 +233,9 @@ class GradientTerms(NamedTuple):
     spec: StatsSpec
 
     def rows(self, part: slice) -> GradientTerms:
-        """Those of some rows."""
+        """Those of some rows; themselves if they are all."""
+        if part.start == 0 and part.stop == self.columns.shape[0]:
+            return self
         return GradientTerms(
             self.columns[part],
             self.upstream[part],
