@@ -201,7 +201,7 @@ def head_logits(
         may_round and logits_dtype == compute_dtype and lora is None and segments is None
     )
     tiling = Tiling.of(math.prod(lead), shard.width, chunk_size, device)
-    tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, per_token
+    tensors = hidden.flatten(0, -2), weight, bias, a, b, per_token
     options = BoundOptions(
         shard=shard,
         batch_shape=lead,

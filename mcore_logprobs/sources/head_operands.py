@@ -213,8 +213,9 @@ class HeadOperands:
     # ---- rows: their order, and tile by tile ----
 
     def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
-        shape = self.batch_shape
-        flat = per_token.reshape(shape.numel(), *per_token.shape[len(shape) :])
+        shape, flat = self.batch_shape, per_token
+        if len(shape) != 1:
+            flat = per_token.reshape(shape.numel(), *per_token.shape[len(shape) :])
         if self.options.selection is not None:
             flat = self.options.selection.select(flat, fill)
         return flat if self.hidden.is_one_walk else self.hidden.by_tile(flat)
@@ -224,6 +225,8 @@ class HeadOperands:
             per_row = self.hidden.by_rank(per_row)
         if self.options.selection is not None:
             per_row = self.options.selection.unselect(per_row, fill)
+        if len(self.batch_shape) == 1:
+            return per_row
         return per_row.reshape((*self.batch_shape, *per_row.shape[1:]))
 
     def tiles(self) -> Iterator[HeadTile]:
