@@ -335,13 +335,12 @@ def gradient_coefficients(
         sum_pi_squared=upstream.sum_pi_squared is not None,
     )
     coef = softmax.log_sum.new_zeros(len(spec.coefficients), softmax.log_sum.shape[0])
-    on_target = torch.zeros_like(softmax.log_sum)
     row = by_name(spec.coefficients, coef)
+    on_target = upstream.logprobs
     if upstream.lse is not None:
         row["weight"] += upstream.lse
     if upstream.logprobs is not None:
         row["weight"] -= upstream.logprobs
-        on_target += upstream.logprobs
     if upstream.entropy is not None:
         assert softmax.entropy is not None
         # Of log p = d - log s the kernels take d.
@@ -355,7 +354,7 @@ def gradient_coefficients(
         assert softmax.finite is not None
         assert upstream.logprobs is not None
         target_weight, other_weight = smoothing_weights(label_smoothing, softmax.finite)
-        on_target *= target_weight
+        on_target = upstream.logprobs * target_weight
         row["finite"] += upstream.logprobs * other_weight
     over_sum = softmax.log_sum.neg().exp()
     row["weight"] *= over_sum
@@ -366,6 +365,8 @@ def gradient_coefficients(
     asked = torch.zeros_like(valid_mask)
     for gradient in upstream:
         if gradient is not None:
-            asked |= gradient != 0
+            asked.logical_or_(gradient)
     ignored = ~(valid_mask & asked)
-    return spec, coef.masked_fill_(ignored, 0.0), on_target.masked_fill_(ignored, 0.0)
+    if on_target is None:
+        on_target = torch.zeros_like(softmax.log_sum)
+    return spec, coef.masked_fill_(ignored, 0.0), on_target.masked_fill(ignored, 0.0)

@@ -66,8 +66,8 @@ class _DivergenceForward(Forward):
         dtype = pair_dtype(source.acc_dtype, source.teacher.acc_dtype)
         shape = (PAIR_STATS, source.num_rows)
         self._stats = torch.zeros(shape, dtype=dtype, device=source.device)
-        # What a rank without true vocabulary says.
-        self._stats[0] = self._stats[2] = -torch.inf
+        if source.shard.valid_width == 0:  # a head shows no chunk then
+            self._stats[0] = self._stats[2] = -torch.inf
         self._blocks: list[Tensor] = []  # pair statistics of the tile, so far
         self._done: FinalPair | None = None
         self._sums = self._stats.new_zeros(2, source.num_rows)

@@ -345,7 +345,9 @@ class WeightGradient:
         elif buffer is None:
             dtype = self._dtype if tiles <= 1 else self._acc_dtype
             self._sum = prefer_huge_pages(weight.new_empty(weight.shape, dtype=dtype))
-            self._sum[head.shard.valid_width if tiles else 0 :] = 0
+            written = head.shard.valid_width if tiles else 0
+            if written < weight.shape[0]:
+                self._sum[written:] = 0
         elif buffer.dtype == self._acc_dtype:
             self._sum = buffer
         # In which dtype a block is multiplied straight into its place; None: in memory of its own.
