@@ -299,7 +299,7 @@ class HeadOperands:
             self._buffers.pop(dtype, None)  # its memory can serve the next
             memory = prefer_huge_pages(self.weight.new_empty(rows * stride, dtype=dtype))
             self._buffers[dtype] = memory
-        return memory[: rows * stride].view(rows, stride)[:, :columns]
+        return memory.as_strided((rows, columns), (stride, 1))
 
 
 def _matmul_input(compute_dtype: torch.dtype, matmul_dtype: torch.dtype, x: Tensor) -> Tensor:
