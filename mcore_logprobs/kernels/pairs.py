@@ -345,6 +345,7 @@ def finalize_pair(stats: Tensor, spec: PairSpec) -> FinalPair:
     max_s, sum_s, max_t, sum_t, cross, excess = stats.unbind(0)
     log_s, log_t = sum_s.log(), sum_t.log()
     no_s, no_t = max_s.isneginf(), max_t.isneginf()
+    usable = ~(no_s | no_t)
     if spec.kind == "forward":
         value = _divergence(cross, excess, sum_t, log_s - log_t)
     elif spec.kind == "reverse":
@@ -354,8 +355,8 @@ def finalize_pair(stats: Tensor, spec: PairSpec) -> FinalPair:
     else:
         value = torch.zeros_like(cross)
     return FinalPair(
-        value=torch.where(no_s | no_t, 0.0, value),
-        usable=~(no_s | no_t),
+        value=torch.where(usable, value, 0.0),
+        usable=usable,
         softmax=torch.where(
             torch.stack([no_s, no_s, no_t, no_t]), 0.0, torch.stack([max_s, log_s, max_t, log_t])
         ),
