@@ -123,8 +123,10 @@ def _reduce_blocks(
     multiplier: float | Tensor,
     part: dict[str, Tensor],
 ) -> None:
-    """Statistics over the last dimension of x `[c, blocks, block]`, into
-    part by name, `[blocks, c]` each.
+    """Statistics over the last dimension of x `[c, blocks, block]`.
+
+    Args:
+        part: where they go, `[blocks, c]` each, by name.
 
     The sums run over `memory`, of x's shape, which may be x itself; None: over fresh memory.
     """
