@@ -295,6 +295,14 @@ def check_float_tensor(name: str, tensor: Tensor, *, min_dim: int) -> None:
         )
 
 
+def check_plain(name: str, tensor: Tensor) -> None:
+    """No DTensor, or a ValueError: for tensors of any dtype."""
+    if hasattr(tensor, "placements"):
+        raise ValueError(
+            f"{name}: expected a plain tensor, got a DTensor; pass this rank's part (to_local())"
+        )
+
+
 def check_shape(name: str, got: Tensor, shape: torch.Size, device: torch.device) -> None:
     """Exactly this shape and device, or a ValueError."""
     if got.shape != shape:

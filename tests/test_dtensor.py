@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -208,6 +209,32 @@ def _policy_loss_of_dtensors() -> None:
         )[0]
 
     assert torch.equal(loss(DTensor.from_local(old, mesh, [Replicate()])), loss(old))
+
+
+PLAIN: dict[str, Callable[[DTensor, DTensor, Any], object]] = {
+    "all_to_all_vp2sp": lambda x, _, group: ml.all_to_all_vp2sp(x, tp_group=group),
+    "all_to_all_sp2vp": lambda x, _, group: ml.all_to_all_sp2vp(x, tp_group=group),
+    "shard": lambda x, _, group: ml.context_parallel_shard(x, cp_group=group),
+    "gather": lambda x, _, group: ml.context_parallel_gather(x, cp_group=group),
+    "shift": lambda x, _, group: ml.context_parallel_shift(x, cp_group=group),
+    "rows": lambda _, rows, group: ml.linear_token_stats(
+        torch.randn(4, 3), torch.randn(12, 3), torch.zeros(2).long(), rows=rows, tp_group=group
+    ),
+}
+
+
+def _plain(name: str) -> None:
+    mesh = _mesh(1, 2)
+    x = _distributed(torch.randn(4, VOCAB), True, 1)
+    rows = distribute_tensor(torch.arange(2), mesh, [Replicate()], src_data_rank=None)
+    with pytest.raises(ValueError, match=r"(x|rows): expected a plain tensor, got a DTensor"):
+        PLAIN[name](x, rows, mesh.get_group("tp"))
+
+
+def test_what_takes_no_dtensor_says_so(ranks):
+    """Before any collective."""
+    for name, found in zip(PLAIN, ranks(2).run_many(_plain, PLAIN), strict=True):
+        assert found == [None, None], (name, found)
 
 
 def test_per_token_dtensors_are_taken_as_targets_are(ranks):

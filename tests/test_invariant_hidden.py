@@ -173,12 +173,15 @@ def test_wrong_segments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("hidden_size", [7, 17, 33, 66, 577])
-def test_any_place_among_the_rows_at_odd_sizes(hidden_size: int, dtype: torch.dtype) -> None:
-    """Few columns, and an inner dimension that is no whole vector."""
+@pytest.mark.parametrize("columns", [5, 8, 9, 11, 47, 101])
+@pytest.mark.parametrize("hidden_size", [7, 33, 66, 577])
+def test_any_place_among_the_rows_at_odd_sizes(
+    hidden_size: int, columns: int, dtype: torch.dtype
+) -> None:
+    """Few columns a segment, and an inner dimension that is no whole vector."""
     rows, order = 24, torch.randperm(24)
-    hidden = torch.randn(rows, hidden_size).to(dtype)
-    weight, target = torch.randn(48, hidden_size).to(dtype), torch.randint(48, (rows,))
+    hidden, vocab = torch.randn(rows, hidden_size).to(dtype), 6 * columns
+    weight, target = torch.randn(vocab, hidden_size).to(dtype), torch.randint(vocab, (rows,))
     options: dict[str, Any] = {"invariant_segments": 6, "backend": "torch", **EVERY_STATISTIC}
 
     def statistics(places: Tensor, **more: Any) -> dict[str, Tensor]:

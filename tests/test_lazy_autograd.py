@@ -126,6 +126,15 @@ def test_a_write_behind_a_hook_is_refused(write: str, before: Callable[[Tensor],
         entropy(logits)
 
 
+def test_a_hook_that_was_removed_forbids_no_write() -> None:
+    logits = lazy_logits(**head())
+    kept, removed = logits.register_hook(lambda grad: grad), logits[1:]
+    removed.register_hook(lambda grad: grad).remove()
+    kept.remove()
+    logits.div_(2.0)
+    entropy(logits).backward()
+
+
 def test_a_hook_on_a_leaf_outlives_a_write() -> None:
     with torch.no_grad():
         logits = lazy_logits(**head())

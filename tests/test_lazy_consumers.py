@@ -345,7 +345,7 @@ def test_metrics_of_one_pass() -> None:
     assert torch.equal(METRICS["min"](lazy.div_(2.0)), found["min"] / 2.0)
     hidden.data[2, 1] = torch.nan
     lazy = lazy_logits(hidden, weight, require=True).detach()
-    for name in ("min", "max", "mean", "norm"):
+    for name in ("min", "max", "mean", "sum", "norm"):
         assert METRICS[name](lazy).isnan().nonzero().tolist() == [[2, 1]]
 
 
@@ -383,6 +383,13 @@ def test_a_mean_and_a_sum_have_a_gradient(reduce: Callable[[Tensor], Tensor]) ->
     got = torch.autograd.grad(loss, list(leaves.values()))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_of_integers_is_of_cast_logits() -> None:
+    hidden, weight = torch.randn(S, B, H), torch.randn(V, H)
+    lazy, real = lazy_logits(hidden, weight), hidden @ weight.t()
+    for dims in ((), (-1,)):
+        assert torch.equal(lazy.sum(*dims, dtype=torch.int64), real.sum(*dims, dtype=torch.int64))
 
 
 def test_a_sum_of_no_tokens_is_0() -> None:

@@ -197,6 +197,17 @@ def test_every_operation_over_ranks(ranks: Any, tp: int, sequence_parallel: bool
     ranks(tp).run(compare_on_ranks, sequence_parallel)
 
 
+@pytest.mark.parametrize("scale", [(1e38,), (1e20, 1e19), (1e-30, 1e-9)], ids=str)
+def test_a_scale_that_is_no_temperature(scale: tuple[float, ...]) -> None:
+    """Logits that are so scaled are real ones, as far as float32 has them."""
+    tensors = head()
+    real = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    lazy = lazy_logits(**tensors)
+    for divisor in scale:
+        real, lazy = real / divisor, lazy / divisor
+    torch.testing.assert_close(of_rows(lazy), of_rows(real), equal_nan=True)
+
+
 def test_consumers_add_their_gradients() -> None:
     tensors = head()
     logits = lazy_logits(**tensors)

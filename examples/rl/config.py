@@ -189,7 +189,7 @@ def from_dict(cls: type, values: Any, *, where: str) -> Any:
     if not isinstance(values, dict):
         raise SetupError(f"{where}: expected a mapping, got {values!r}")
     known, built = get_type_hints(cls), {}
-    if unknown := others(values, known):
+    if unknown := unknown_keys(values, known):
         raise SetupError(f"{where}: unknown key {unknown}; known: {', '.join(known)}")
     for key, value in values.items():
         kind, inside = known[key], f"{where}: {key}"
@@ -208,7 +208,7 @@ def from_dict(cls: type, values: Any, *, where: str) -> Any:
     return cls(**built)
 
 
-def others(given: Iterable[Any], known: Iterable[str]) -> str:
+def unknown_keys(given: Iterable[Any], known: Iterable[str]) -> str:
     """The keys that are not known; YAML reads `on` and `1` as no texts."""
     return ", ".join(sorted(map(str, set(given) - set(known))))
 
@@ -318,8 +318,12 @@ def validate(config: RunConfig, world_size: int) -> None:
         needs_reference = config.needs_reference
     except (TypeError, ValueError) as error:
         raise SetupError(f"grpo.settings of {g.objective}: {error}") from None
-    others_settings = {key: value for key, value in g.settings.items() if key != "weighted"}
-    without = dataclasses.replace(config, grpo=dataclasses.replace(g, settings=others_settings))
+    settings_without_weighted = {
+        key: value for key, value in g.settings.items() if key != "weighted"
+    }
+    without = dataclasses.replace(
+        config, grpo=dataclasses.replace(g, settings=settings_without_weighted)
+    )
     if "importance_weights" in set(config.loss.tensors) - set(without.loss.tensors):
         raise SetupError(
             f"grpo.settings of {g.objective}: expected rollout.importance_cap, which weights any "
@@ -379,7 +383,7 @@ def llama_config(section: ModelSection) -> Any:
         raise SetupError(f"the model's configuration needs transformers: {error}") from None
     if section.source == "random":
         known = inspect.signature(LlamaConfig.__init__).parameters
-        if unknown := others(section.random, known):
+        if unknown := unknown_keys(section.random, known):
             raise SetupError(f"model.random: unknown key {unknown}")
         try:
             return LlamaConfig(**section.random)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_logprobs import context_parallel_positions, context_parallel_shard
 
-from .config import SetupError, TaskSection, others
+from .config import SetupError, TaskSection, unknown_keys
 from .rollout import Sample
 
 IGNORE = -100
@@ -66,7 +66,7 @@ class EchoTask:
 
     def __init__(self, section: TaskSection, *, seed: int) -> None:
         known = {"letters": 8, "prompt_length": 4, "answer_length": 4}
-        if unknown := others(section.options, known):
+        if unknown := unknown_keys(section.options, known):
             raise SetupError(f"task echo: unknown option {unknown}")
         for name, value in section.options.items():
             if type(value) is not int or not 1 <= value <= 26:

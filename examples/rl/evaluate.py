@@ -96,8 +96,9 @@ class Records:
 
     def __init__(self, path: Path, kind: type, resumed: int) -> None:
         # A run that was killed may have left half a line behind: a whole one ends in a newline.
-        lines = path.read_text().split("\n")[:-1] if resumed and path.exists() else []
         try:
+            text = path.read_text(encoding="utf-8") if resumed and path.exists() else ""
+            lines = text.split("\n")[:-1]
             found = [kind(**json.loads(line)) for line in lines]
         except (ValueError, TypeError) as error:
             raise SetupError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_choice, check_integer
+from mcore_logprobs.checks import check_choice, check_integer, check_plain
 from mcore_logprobs.collectives import GroupContext, all_gather_dim0, reduce_scatter_dim0
 from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.context_parallel.layouts import SequenceLayout, check_lengths
@@ -322,10 +322,11 @@ def _normalized_dim(x: Tensor, seq_dim: int) -> int:
     """seq_dim counted from the front.
 
     Raises:
-        ValueError: x is no tensor, or has no such dimension.
+        ValueError: x is no tensor or a DTensor, or has no such dimension.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    check_plain("x", x)
     check_integer("seq_dim", seq_dim)
     if not -x.dim() <= seq_dim < x.dim():
         raise ValueError(

@@ -99,8 +99,8 @@ def explain_mismatch(
         logits, stale_logits: `[b, s, V/TP]`, the trainer's, as they leave the head: no temperature.
             Or hidden, stale_hidden `[b, s, h]` with weight, stale_weight `[V/TP, h]` (stale_weight
             None: weight): a tile of logits is computed at a time, in float32. float32_* and
-            rollout_* likewise, with weight. All of the trainer's V/TP; with vocab_size
-            rollout_logits may have another, of vocab_size columns at least in all.
+            rollout_* likewise, with weight. With vocab_size, rollout_logits may be padded in their
+            own way: at least vocab_size columns over all ranks.
 
     Args:
         target: Megatron's labels, already shifted: target[t] is token t + 1. Give those of the

@@ -203,9 +203,10 @@ class Rows:
             if source is None or source.width == self.fresh.width or self._padded(source):
                 continue
             kind = "logits" if source.weight is None else "hidden"
+            padded = "; with vocab_size, at least so many over all ranks"
             raise ValueError(
                 f"{prefix}_{kind}: expected logits of {self.fresh.width} columns, as the "
-                f"trainer's are, got {source.width}"
+                f"trainer's are, got {source.width}{padded if source is self.engine else ''}"
             )
 
     def _padded(self, source: Source) -> bool:

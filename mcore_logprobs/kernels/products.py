@@ -159,9 +159,12 @@ def batch_invariant_matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     missing = -a.shape[1] % _UNIT
     if missing and a.device.type == "cpu":
         # MKL (2024) adds a row's last numbers in another order by its place, if they are no whole
-        # vector and the columns are few.
+        # vector and the columns are few; and if they are, where a transposed `b` no longer is one.
         a = torch.nn.functional.pad(a, (0, missing))
-        b = torch.nn.functional.pad(b, (0, 0, 0, missing))
+        if b.stride(0) == 1:
+            b = torch.nn.functional.pad(b.t(), (0, missing)).t()
+        else:
+            b = torch.nn.functional.pad(b, (0, 0, 0, missing))
     padded = fresh = None
     for start in range(0, a.shape[0], rows):
         left, result = a[start : start + rows], out[start : start + rows]

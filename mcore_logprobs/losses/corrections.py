@@ -259,7 +259,7 @@ def rejection_mask(
     else:
         distance = KL[estimator](p, q)
     if level == "max":
-        if distance.numel():  # torch knows no largest of none
+        if distance.numel():  # amax of an empty dimension raises
             distance = distance.masked_fill(~valid_mask, -math.inf).amax(seq_dim, keepdim=True)
     elif level != "token":
         reduce = sequence_sum if level == "sum" else sequence_mean

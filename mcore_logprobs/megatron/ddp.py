@@ -39,8 +39,9 @@ def wait_for_parameters(module: nn.Module) -> None:
 def into_main_grad(layer: nn.Module, weight: Tensor) -> bool:
     """Whether the weight's gradient goes into `weight.main_grad`, as the layer's own would.
 
-    Not without gradients, as a reference model has no buffers; not a weight that autocast has cast;
-    nor where FSDP makes the buffer when the gradient arrives, which it takes from autograd as well.
+    Not without gradients, as a reference model has no buffers; not a copy that autocast has made,
+    which has none (`accumulated` is for its parameter); nor where FSDP makes the buffer when the
+    gradient arrives, which it takes from autograd as well.
     """
     fused = any(getattr(layer, name, False) for name in _FUSED)
     return bool(
@@ -56,21 +57,28 @@ def into_main_grad(layer: nn.Module, weight: Tensor) -> bool:
 _FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
 
 
-def accumulated(layer: nn.Module, weight: Tensor) -> Tensor:
-    """The weight; its gradient, of whatever is made of this, goes into `main_grad` if its layer's
-    own would.
+def accumulated(layer: nn.Module, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the weight such that its gradient goes into `main_grad`, if its layer's own would.
+
+    Args:
+        dtype: what it is cast to; None: its own.
     """
-    return _Accumulated.apply(weight) if into_main_grad(layer, weight) else weight
+    dtype = dtype or weight.dtype
+    if into_main_grad(layer, weight):
+        return _Accumulated.apply(weight, dtype)
+    return weight.to(dtype)
 
 
 class _Accumulated(torch.autograd.Function):
+    """The cast is within, so that its gradient needs no copy in the weight's dtype."""
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.main_grad = MainGrad(weight)
-        return weight.view_as(weight)
+        return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor | None:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
         ctx.main_grad.buffer.add_(grads[0])
-        return ctx.main_grad.dummy_wgrad()
+        return ctx.main_grad.dummy_wgrad(), None

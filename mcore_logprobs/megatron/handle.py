@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_logprobs.checks import check_flag, check_optional_count
+from mcore_logprobs.checks import check_flag, check_optional_count, check_temperature
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.blocks import block
 from mcore_logprobs.megatron.calls import (
@@ -33,6 +33,7 @@ from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.record import Kept
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
+from mcore_logprobs.sources.vocab_bias import check_column_bias
 
 
 class PatchHandle:
@@ -109,6 +110,11 @@ class PatchHandle:
             if name in fields:
                 is_tensor = isinstance(fields[name], Tensor)
                 changes[name] = fields.pop(name) if is_tensor else None
+        temperature, logit_bias = changes.get("temperature"), changes.get("logit_bias")
+        if temperature is not None:  # of which the call alone knows the shape
+            check_temperature(temperature, temperature.shape, temperature.device)
+        if logit_bias is not None:
+            check_column_bias(logit_bias)
 
         def change(call: Call) -> Call:
             config = LogprobConfig.from_dict({**call.config.as_dict(), **fields})
@@ -118,7 +124,7 @@ class PatchHandle:
         for language_model in find_language_models(self._model):
             check_own_loss(language_model, changed)
         for head in self._heads:
-            head.check(changed)
+            head.check(changed, logit_bias)
         with self._during(change):
             yield
 

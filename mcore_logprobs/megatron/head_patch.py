@@ -24,6 +24,7 @@ from mcore_logprobs.megatron.head_loss import (
 from mcore_logprobs.megatron.heads import (
     HeadReport,
     check_head,
+    check_vocabulary,
     head_report,
     head_tp_group,
     kind_reason,
@@ -151,14 +152,16 @@ class HeadPatch(DeferringHead):
         self.config, self.report = config, self._report_for(config)
         self.blocks = OpenBlocks(config)
 
-    def check(self, config: LogprobConfig) -> str:
-        """Why the head would not be fused under these settings, or "" after `check_head`.
+    def check(self, config: LogprobConfig, logit_bias: Tensor | None = None) -> str:
+        """Why the head would not be fused under these settings, or "".
 
         Raises:
-            ValueError: `check_head`'s; check_labels of a model whose labels cannot be checked.
+            ValueError: `check_vocabulary`'s and, of a head that is to be fused, `check_head`'s;
+                check_labels of a model whose labels cannot be checked.
         """
         if config.check_labels and not self.method.tokens:
             raise ValueError(f"check_labels: expected False for {self.method.lacking}")
+        check_vocabulary(self.layer, config, logit_bias)
         report = self.report if config == self.config else self._report_for(config)
         if report.fusable and config.fused:
             check_head(self.layer, config)

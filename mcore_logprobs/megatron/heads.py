@@ -119,12 +119,36 @@ def head_report(model: object, config: LogprobConfig | None = None) -> HeadRepor
     return HeadReport(True, "")
 
 
-def check_head(layer: nn.Module, config: LogprobConfig) -> None:
-    """What a fused head cannot honor of the settings is refused before the first call.
+def check_vocabulary(
+    layer: nn.Module, config: LogprobConfig, logit_bias: Tensor | None = None
+) -> None:
+    """What does not fit the head's vocabulary is refused before the first call, fused or not.
+
+    Args:
+        logit_bias: this rank's `[V/TP]`, in place of the settings' own.
 
     Raises:
-        ValueError: vocab_size, ids or invariant_segments that do not fit the head's vocabulary;
-            invariant_segments with a LoRA; a low-precision logits_dtype other than the layer's own.
+        ValueError: vocab_size, ids, a bias or invariant_segments.
+    """
+    base = base_layer(layer)
+    width = getattr(base, "output_size_per_partition", None)
+    if width is None or getattr(base, "gather_output", False):
+        return  # of another kind: the call finds out
+    shard = VocabShard.of(width, head_tp_group(layer), config.vocab_size)
+    bias = config.logit_bias if logit_bias is None else logit_bias
+    if bias is not None or config.disallowed_ids is not None:
+        device = torch.device("cpu") if logit_bias is None else logit_bias.device
+        vocab_bias(bias, config.disallowed_ids, shard, device, torch.float32)
+    if config.invariant_segments is not None:
+        check_segments(shard, config.invariant_segments)
+
+
+def check_head(layer: nn.Module, config: LogprobConfig) -> None:
+    """What a fused head alone cannot honor of the settings is refused before the first call.
+
+    Raises:
+        ValueError: invariant_segments with a LoRA; a low-precision logits_dtype other than the
+            layer's own.
     """
     output_dtype = getattr(base_layer(layer), "output_dtype", None)
     if output_dtype is not None and config.logits_dtype not in (torch.float32, output_dtype):
@@ -132,15 +156,7 @@ def check_head(layer: nn.Module, config: LogprobConfig) -> None:
             f"logits_dtype: expected float32 or the output layer's output_dtype, {output_dtype}, "
             f"got {config.logits_dtype}"
         )
-    width = base_layer(layer).output_size_per_partition
-    shard = VocabShard.of(width, head_tp_group(layer), config.vocab_size)
-    bias, ids = config.logit_bias, config.disallowed_ids
-    if bias is not None or ids is not None:
-        vocab_bias(bias, ids, shard, torch.device("cpu"), torch.float32)
-    if config.invariant_segments is None:
-        return
-    check_segments(shard, config.invariant_segments)
-    if head_lora(layer) is not None:
+    if config.invariant_segments is not None and head_lora(layer) is not None:
         raise ValueError(
             f"invariant_segments: expected None with a LoRA on the output layer, got "
             f"{config.invariant_segments}: its low-rank GEMMs are not batch-invariant"
@@ -319,7 +335,8 @@ def _reason_against_hooks(layer: nn.Module) -> str:
         )
         for hook in before:
             if not is_harmless(hook):
-                return f"a forward pre-hook ({_names(hook)[1]}) would run twice beside FSDP's"
+                name = _names(hook)[1]
+                return f"a forward pre-hook ({name}) would run twice, as FSDP calls the layer again"
     return ""
 
 

@@ -117,7 +117,7 @@ def _operands(
         return hidden, weight, gathered
     cast = gathered and (gathered[0].to(dtype), gathered[1].to(dtype), gathered[2])
     if weight.dtype != dtype:
-        weight = accumulated(base, weight).to(dtype)
+        weight = accumulated(base, weight, dtype)
     return hidden.to(dtype), weight, cast
 
 

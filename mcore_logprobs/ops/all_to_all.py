@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_plain
 from mcore_logprobs.collectives import all_to_all_dim0
 from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.groups import group_size, resolve_tp_group
@@ -21,7 +22,7 @@ def all_to_all_vp2sp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
     Collectives: one all-to-all over TP, forward and backward, of x's size.
 
     Raises:
-        ValueError: x is not 2-D, or n is not divisible by TP.
+        ValueError: x is not 2-D or a DTensor, or n is not divisible by TP.
     """
     group, size = _check(x, tp_group, sharded=True)
     rows, width = x.shape
@@ -42,7 +43,7 @@ def all_to_all_sp2vp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
     Collectives: one all-to-all over TP, forward and backward, of x's size.
 
     Raises:
-        ValueError: x is not 2-D, or V is not divisible by TP.
+        ValueError: x is not 2-D or a DTensor, or V is not divisible by TP.
     """
     group, size = _check(x, tp_group, sharded=False)
     rows, vocab = x.shape
@@ -58,6 +59,7 @@ def _check(
     if not isinstance(x, Tensor) or x.dim() != 2:
         got = _shape(x) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x: expected a 2-D tensor, got {got}")
+    check_plain("x", x)
     group = resolve_tp_group(tp_group)
     size = group_size(group)
     if group is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -157,8 +159,15 @@ def _with_real(name: str, func: Any, args: tuple[object, ...], kwargs: dict[str,
     if not hooked:
         written.rejoin()
     elif name == "register_hook" and written.owned is None:
-        rows.hooked_at = writes_to(rows.shared)
+        rows.hooks.append((weakref.ref(_hooks_of(real)), writes_to(rows.shared)))
     return written if result is real else result
+
+
+def _hooks_of(real: Tensor) -> OrderedDict[int, Any]:
+    """As torch keeps them, without those that were removed."""
+    hooks = real._backward_hooks
+    assert isinstance(hooks, OrderedDict)
+    return hooks
 
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

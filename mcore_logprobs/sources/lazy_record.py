@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_logprobs.checks import autocast_enabled, check_scale
 from mcore_logprobs.groups import group_size
 from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_head import RowSummary
@@ -203,6 +204,10 @@ def _selected(handle: LazyLogits, dim: int, index: Tensor) -> object:
 _SUMMARIZED = ("max", "min", "argmax", "argmin", "mean", "sum", "linalg_vector_norm")
 
 
+# What autocast on CUDA computes, and gives, in float32.
+_IN_FLOAT32 = ("sum", "linalg_vector_norm")
+
+
 def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     """Over the vocabulary and without gradients: what metrics and acceptance counts are made of.
 
@@ -210,7 +215,12 @@ def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     and asks for nothing.
     """
     options = dict(kwargs)
-    dtype = options.pop("dtype", None) or handle.dtype
+    dtype = options.pop("dtype", None)
+    if dtype is not None and not dtype.is_floating_point:
+        return NOT  # each logit is cast
+    if dtype is None and name in _IN_FLOAT32 and handle.device.type == "cuda":
+        dtype = torch.float32 if autocast_enabled("cuda") and handle.dtype in _FLOATS else None
+    dtype = dtype or handle.dtype
     wants = torch.is_grad_enabled() and handle.requires_grad
     view, dims = handle.view_of_head, (*args, *options.values())
     of_all = not dims and not view.is_cut
@@ -295,6 +305,8 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
         if not 0.0 < float(other) < math.inf:
             return NOT
         divisor = float(other) if name in _QUOTIENTS else 1.0 / float(other)
+        if not _is_temperature(divisor, view.temperature):
+            return NOT
     elif isinstance(other, Tensor) and not isinstance(other, LazyLogits):
         if other.requires_grad or other.is_complex() or other.dtype == torch.bool:
             return NOT
@@ -327,6 +339,12 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
     made = view.copy(dtype)
     made.rows.divide_(made.places, divisor)
     return _like(handle, made)
+
+
+def _is_temperature(divisor: float, temperature: float | Tensor) -> bool:
+    """Whether logits divided by both have one temperature that operations take."""
+    both = [divisor] if isinstance(temperature, Tensor) else [divisor, divisor * temperature]
+    return all(check_scale.accepts(x) for x in both)
 
 
 def _cast(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ as the tensor is a view of another, so that torch itself says what shares memory
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +45,8 @@ class Rows:
         written_past_handles: whether somebody wrote into real logits through a view of their
             columns, which is no handle.
         overwritten: whether those were logits that only some of the views have.
-        hooked_at: how often real logits had been written to when a hook was put on a view of them.
+        hooks: those on a view of real logits, as torch keeps them, and how often the logits had
+            been written to by then.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Rows:
         self.version = 0
         self.summary: tuple[int, Tensor, RowSummary] | None = None
         self.written_past_handles = self.overwritten = False
-        self.hooked_at: int | None = None
+        self.hooks: list[tuple[weakref.ref[OrderedDict[int, Any]], int]] = []
         self._handles: list[weakref.ref[Tensor]] = []
         self._given_out: list[_GivenOut] = []
 
@@ -116,7 +118,7 @@ class Rows:
             RuntimeError: a hook is on a view of them that a write has taken out of the graph.
         """
         real = self.real[True] if True in self.real else self.real[False]
-        if self.hooked_at not in (None, writes_to(real)):
+        if any(then != writes_to(real) and hooks() for hooks, then in self.hooks):
             raise RuntimeError(
                 "lazy logits: expected hooks after the last write, got a write after register_hook "
                 "on them or a view of them: the hook would not be called"

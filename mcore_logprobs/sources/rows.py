@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_plain
 from mcore_logprobs.groups import group_rank, group_size
 
 
@@ -20,6 +21,7 @@ def check_rows(rows: object, count: int | None) -> Tensor:
     """
     if not isinstance(rows, Tensor):
         raise ValueError(f"rows: expected a torch.Tensor or None, got {type(rows).__name__}")
+    check_plain("rows", rows)
     if rows.dtype != torch.int64 or rows.dim() != 1:
         raise ValueError(
             f"rows: expected int64 of shape [m], got {rows.dtype} of shape {tuple(rows.shape)}"

@@ -86,17 +86,32 @@ def _of_columns(
     bias: Tensor, shard: VocabShard, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """The checked bias in this dtype, new."""
-    if not bias.is_floating_point() or bias.shape != (shard.width,):
-        raise ValueError(
-            f"logit_bias: expected {{id: x}} or floating-point [V/TP] = [{shard.width}], got "
-            f"{bias.dtype} of shape {tuple(bias.shape)}"
-        )
+    check_column_bias(bias, shard.width)
     if bias.device != device:
         raise ValueError(f"logit_bias: expected device {device}, got {bias.device}")
+    return bias.to(dtype, copy=True)
+
+
+def check_column_bias(bias: Tensor, width: int | None = None) -> None:
+    """Check a bias `[V/TP]` of this rank's columns.
+
+    Args:
+        width: V/TP; None: another rank knows it.
+
+    Raises:
+        ValueError: another dtype or shape, a gradient, and NaN or +inf on the CPU (on CUDA a
+            device-side assert).
+    """
+    fits_shape = bias.dim() == 1 and width in (None, bias.shape[0])
+    if not bias.is_floating_point() or not fits_shape:
+        expected = "[V/TP]" if width is None else f"[V/TP] = [{width}]"
+        raise ValueError(
+            f"logit_bias: expected {{id: x}} or floating-point {expected}, got {bias.dtype} of "
+            f"shape {tuple(bias.shape)}"
+        )
     if bias.requires_grad:
         raise ValueError("logit_bias: requires a gradient, but none flows to it; detach it")
-    values = bias.to(dtype, copy=True)
-    fits = values < torch.inf
+    fits = bias.float() < torch.inf
     check_values(
         fits,
         "logit_bias: NaN or inf",
@@ -105,7 +120,6 @@ def _of_columns(
             f"{bias[~fits][:8].tolist()}"
         ),
     )
-    return values
 
 
 def _pairs(logit_bias: Any, shard: VocabShard) -> list[tuple[int, float]]:

@@ -283,8 +283,8 @@ def test_resume_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
     assert reporter.records == [_record(1), _record(2)]
     kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert kept == lines[:2]
-    for other in ('{"step": 1, "foo": 1}', "{", "3"):
-        (tmp_path / "metrics.jsonl").write_text(f"{lines[0]}\n{other}\n")
+    for other in (b'{"step": 1, "foo": 1}', b"{", b"3", b"\xe9"):
+        (tmp_path / "metrics.jsonl").write_bytes(lines[0].encode() + b"\n" + other + b"\n")
         with pytest.raises(
             SetupError, match="expected lines that this version of the example wrote"
         ):

@@ -200,7 +200,7 @@ def hooked_input(sharded: bool) -> tuple[dict[str, float], list[str]]:
 def test_a_hook_on_the_heads_input_runs_once(ranks, sharded):
     for found, lines in ranks(2).run(hooked_input, sharded):
         assert max(found.values()) < 1e-5, found
-        assert [("would run twice beside FSDP's" in line) for line in lines] == [True] * sharded
+        assert [("would run twice, as FSDP calls" in line) for line in lines] == [True] * sharded
 
 
 @pytest.mark.parametrize("first", ["patch", "wrap"])

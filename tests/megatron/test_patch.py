@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import fields
 from importlib import import_module
 from typing import Any
@@ -378,6 +379,53 @@ def never_materializes(mtp: bool) -> None:
         finally:
             ColumnParallelLinear.forward = original
         assert calls == ([] if mtp else ["logits"])
+
+
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"vocab_size": VOCAB + 1}, "vocab_size: expected 1 to"),
+    ({"invariant_segments": 7}, "invariant_segments: expected"),
+    ({"disallowed_ids": (VOCAB,)}, "disallowed_ids: expected ids in"),
+]
+# Of tensors: whether every stage sees it.
+IMPOSSIBLE_TENSORS: list[tuple[dict[str, Any], str, bool]] = [
+    ({"temperature": torch.tensor(-1.0)}, "temperature: expected a finite number > 0", True),
+    ({"temperature": torch.zeros(1, 1)}, "temperature: expected finite numbers > 0", True),
+    ({"temperature": torch.ones(1, requires_grad=True)}, "requires a gradient", True),
+    ({"logit_bias": torch.zeros(VOCAB).long()}, "logit_bias: expected .*floating-point", True),
+    ({"logit_bias": torch.full((VOCAB,), torch.nan)}, "logit_bias: expected finite", True),
+    ({"logit_bias": torch.zeros(5)}, "logit_bias: expected .*= .96.", False),
+]
+
+
+def impossible_settings(fused: Any, hooked: bool) -> None:
+    """Refused where the head is not fused too: its stage alone would raise in the call."""
+    with megatron(pp=2):
+        (model,) = mm.build_gpt_chunks(tiny_config(num_layers=2), vocab_size=VOCAB)
+        last = model.post_process
+        if hooked and last:
+            model.output_layer.register_forward_hook(lambda *_: None)
+
+        def refused(message: str, wanted: bool) -> Any:
+            return pytest.raises(ValueError, match=message) if wanted else nullcontext()
+
+        for fields, message in IMPOSSIBLE:
+            with (
+                refused(message, last),
+                patch_gpt_model(model, LogprobConfig(fused=fused, **fields)),
+            ):
+                pass
+        with patch_gpt_model(model, LogprobConfig(fused=fused)) as handle:
+            for fields, message in IMPOSSIBLE:
+                with refused(message, last), handle.options(**fields):
+                    pass
+            for fields, message, everywhere in IMPOSSIBLE_TENSORS:
+                with refused(message, everywhere or last), handle.options(**fields):
+                    pass
+
+
+@pytest.mark.parametrize(("fused", "hooked"), [(True, False), (False, False), (True, True)])
+def test_settings_that_a_head_cannot_have(ranks, fused, hooked):
+    ranks(2).run(impossible_settings, fused, hooked)
 
 
 @pytest.mark.parametrize("mtp", [False, True])
