@@ -12,11 +12,10 @@ one micro-batch of a step, or one consumer of lazy logits, may call the layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from mcore_logprobs.sources.main_grad import MainGrad
 
@@ -69,16 +68,20 @@ def accumulated(layer: nn.Module, weight: Tensor, dtype: torch.dtype | None = No
     return weight.to(dtype)
 
 
+class _AccumulatedContext(FunctionCtx):
+    main_grad: MainGrad
+
+
 class _Accumulated(torch.autograd.Function):
     """The cast is within, so that its gradient needs no copy in the weight's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: _AccumulatedContext, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.main_grad = MainGrad(weight)
         return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: _AccumulatedContext, *grads: Tensor) -> tuple[Tensor | None, None]:
         ctx.main_grad.buffer.add_(grads[0])
         return ctx.main_grad.dummy_wgrad(), None

@@ -163,7 +163,7 @@ def _with_real(name: str, func: Any, args: tuple[object, ...], kwargs: dict[str,
     return written if result is real else result
 
 
-def _hooks_of(real: Tensor) -> OrderedDict[int, Any]:
+def _hooks_of(real: Tensor) -> OrderedDict[int, object]:
     """As torch keeps them, without those that were removed."""
     hooks = real._backward_hooks
     assert isinstance(hooks, OrderedDict)

@@ -64,7 +64,7 @@ class Rows:
         self.version = 0
         self.summary: tuple[int, Tensor, RowSummary] | None = None
         self.written_past_handles = self.overwritten = False
-        self.hooks: list[tuple[weakref.ref[OrderedDict[int, Any]], int]] = []
+        self.hooks: list[tuple[weakref.ref[OrderedDict[int, object]], int]] = []
         self._handles: list[weakref.ref[Tensor]] = []
         self._given_out: list[_GivenOut] = []
 
