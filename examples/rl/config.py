@@ -318,13 +318,9 @@ def validate(config: RunConfig, world_size: int) -> None:
         needs_reference = config.needs_reference
     except (TypeError, ValueError) as error:
         raise SetupError(f"grpo.settings of {g.objective}: {error}") from None
-    settings_without_weighted = {
-        key: value for key, value in g.settings.items() if key != "weighted"
-    }
-    without = dataclasses.replace(
-        config, grpo=dataclasses.replace(g, settings=settings_without_weighted)
-    )
-    if "importance_weights" in set(config.loss.tensors) - set(without.loss.tensors):
+    unweighted = {key: value for key, value in g.settings.items() if key != "weighted"}
+    asked = set(config.loss.tensors) - set(OBJECTIVES[g.objective](**unweighted).tensors)
+    if "importance_weights" in asked:
         raise SetupError(
             f"grpo.settings of {g.objective}: expected rollout.importance_cap, which weights any "
             "objective, got weighted: true"

@@ -56,7 +56,7 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
                 f"{path}: {name}: expected input_ids' shape {tuple(input_ids.shape)}, got {found}"
             )
     _check_dense(path, "loss_mask", mask)
-    mask = mask.float() if mask.is_floating_point() else mask  # no isfinite of 8-bit floats
+    mask = mask.double() if mask.is_floating_point() else mask  # no isfinite of 8-bit floats
     if not_finite := int((~mask.isfinite()).sum()):
         raise ValueError(
             f"{path}: loss_mask: expected finite numbers, got {not_finite} that are not"

@@ -158,8 +158,9 @@ def batch_invariant_matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     rows = budgets.of(a.device.type).fixed_rows
     missing = -a.shape[1] % _UNIT
     if missing and a.device.type == "cpu":
-        # MKL (2024) adds a row's last numbers in another order by its place, if they are no whole
-        # vector and the columns are few; and if they are, where a transposed `b` no longer is one.
+        # MKL 2024.0 adds the numbers that are left over from whole vectors in another order by the
+        # row's place, where the columns are few. Where `b` is not transposed it does so in any
+        # case, so that a transposed one must stay it.
         a = torch.nn.functional.pad(a, (0, missing))
         if b.stride(0) == 1:
             b = torch.nn.functional.pad(b.t(), (0, missing)).t()

@@ -125,7 +125,7 @@ def check_vocabulary(
     """What does not fit the head's vocabulary is refused before the first call, fused or not.
 
     Args:
-        logit_bias: this rank's `[V/TP]`, in place of the settings' own.
+        logit_bias: `[V/TP]` of this rank; None: the settings have it.
 
     Raises:
         ValueError: vocab_size, ids, a bias or invariant_segments.

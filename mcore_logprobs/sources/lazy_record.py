@@ -201,9 +201,8 @@ def _selected(handle: LazyLogits, dim: int, index: Tensor) -> object:
     return _like(handle, view.at(places))
 
 
-_SUMMARIZED = ("max", "min", "argmax", "argmin", "mean", "sum", "linalg_vector_norm")
-
-
+_AVERAGED = ("mean", "sum")
+_SUMMARIZED = ("max", "min", "argmax", "argmin", "linalg_vector_norm", *_AVERAGED)
 # What autocast on CUDA computes, and gives, in float32.
 _IN_FLOAT32 = ("sum", "linalg_vector_norm")
 
@@ -218,29 +217,25 @@ def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     dtype = options.pop("dtype", None)
     if dtype is not None and not dtype.is_floating_point:
         return NOT  # each logit is cast
-    if dtype is None and name in _IN_FLOAT32 and handle.device.type == "cuda":
-        dtype = torch.float32 if autocast_enabled("cuda") and handle.dtype in _FLOATS else None
-    dtype = dtype or handle.dtype
+    if dtype is None:
+        on_cuda = handle.device.type == "cuda" and handle.dtype in _FLOATS
+        in_float32 = on_cuda and name in _IN_FLOAT32 and autocast_enabled("cuda")
+        dtype = torch.float32 if in_float32 else handle.dtype
     wants = torch.is_grad_enabled() and handle.requires_grad
     view, dims = handle.view_of_head, (*args, *options.values())
-    of_all = not dims and not view.is_cut
-    if name in ("mean", "sum"):
+    last = len(dims) == 1 and set(options) <= {"dim"} and not isinstance(dims[0], Tensor)
+    last = last and dims[0] in (-1, handle.dim() - 1)
+    if name in _AVERAGED:
         handle.used()
-    if name == "mean" and of_all:
-        return view.mean(gradient=wants).mean().to(dtype)
-    if name == "sum" and of_all:
-        return (view.mean(gradient=wants) * view.width).sum().to(dtype)
+        if view.is_cut or not (last or not dims):
+            return NOT
+        rows = view.mean(gradient=wants)
+        if name == "sum":
+            rows = rows * view.width
+        return (rows if last else getattr(rows, name)()).to(dtype)
     if name == "linalg_vector_norm" and args:  # its order, not its dimension
         return NOT
-    if view.is_cut or len(dims) != 1 or not set(options) <= {"dim"} or isinstance(dims[0], Tensor):
-        return NOT
-    if dims[0] not in (-1, handle.dim() - 1):
-        return NOT
-    if name == "mean":
-        return view.mean(gradient=wants).to(dtype)
-    if name == "sum":
-        return (view.mean(gradient=wants) * view.width).to(dtype)
-    if wants and not name.startswith("arg"):
+    if view.is_cut or not last or (wants and not name.startswith("arg")):
         return NOT
     summary = RowSummary(*(x.clone() for x in view.summary()))  # the caller may write into it
     if name.startswith("arg"):

@@ -86,17 +86,19 @@ def _of_columns(
     bias: Tensor, shard: VocabShard, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """The checked bias in this dtype, new."""
-    check_column_bias(bias, shard.width)
+    check_column_bias(bias, shard.width, dtype)
     if bias.device != device:
         raise ValueError(f"logit_bias: expected device {device}, got {bias.device}")
     return bias.to(dtype, copy=True)
 
 
-def check_column_bias(bias: Tensor, width: int | None = None) -> None:
+def check_column_bias(
+    bias: Tensor, width: int | None = None, dtype: torch.dtype | None = None
+) -> None:
     """Check a bias `[V/TP]` of this rank's columns.
 
     Args:
-        width: V/TP; None: another rank knows it.
+        width, dtype: V/TP, and what it is added in; None: not known here.
 
     Raises:
         ValueError: another dtype or shape, a gradient, and NaN or +inf on the CPU (on CUDA a
@@ -111,7 +113,7 @@ def check_column_bias(bias: Tensor, width: int | None = None) -> None:
         )
     if bias.requires_grad:
         raise ValueError("logit_bias: requires a gradient, but none flows to it; detach it")
-    fits = bias.float() < torch.inf
+    fits = bias.to(dtype or bias.dtype) < torch.inf
     check_values(
         fits,
         "logit_bias: NaN or inf",

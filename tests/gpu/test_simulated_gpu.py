@@ -62,6 +62,27 @@ def test_it_is_a_gpu() -> None:
     assert python("-c", IS_A_GPU).split() == ["True", "True", "refused"]
 
 
+def test_sums_of_lazy_logits_under_autocast() -> None:
+    """In float32 as those of real logits, which float16 would not hold."""
+    assert python("-c", SUMS).split() == ["torch.float32"] * 4 + ["True"]
+
+
+SUMS = """
+import tests.gpu.simulated
+import torch
+from tests.helpers.lazy import lazy_logits
+
+hidden = torch.full((4, 2, 3), 100.0, dtype=torch.float16, device="cuda")
+weight = torch.full((5, 3), 100.0, dtype=torch.float16, device="cuda")
+with torch.autocast("cuda", torch.float16):
+    both = lazy_logits(hidden, weight), hidden @ weight.t()
+    sums = [x.sum() for x in both]
+    for x in (*sums, *(torch.linalg.vector_norm(x, dim=-1) for x in both)):
+        print(x.dtype)
+print(bool(torch.equal(sums[0].cpu(), sums[1].cpu())))
+"""
+
+
 IS_A_GPU = """
 import tests.gpu.simulated
 import threading
