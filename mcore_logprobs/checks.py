@@ -274,15 +274,15 @@ def check_values(fits: Tensor, on_device: str, error: Callable[[], ValueError]) 
         raise error()
 
 
-_PLAIN = "expected a plain tensor, got a DTensor; pass this rank's part (to_local())"
-
-
 def check_float_tensor(name: str, tensor: Tensor, *, min_dim: int) -> None:
     """A floating-point tensor of at least `min_dim` dimensions and no DTensor, or a ValueError."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if hasattr(tensor, "placements"):
-        raise ValueError(f"{name}: {_PLAIN} and, where that is a part of the vocabulary, tp_group")
+        raise ValueError(
+            f"{name}: expected a plain tensor, got a DTensor; pass this rank's part (to_local()) "
+            "and, where that is a part of the vocabulary, tp_group"
+        )
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "a nested one" if tensor.is_nested else str(tensor.layout)
         raise ValueError(f"{name}: expected a dense tensor, got {kind}")
@@ -298,7 +298,9 @@ def check_float_tensor(name: str, tensor: Tensor, *, min_dim: int) -> None:
 def check_plain(name: str, tensor: Tensor) -> None:
     """No DTensor, or a ValueError: for tensors of any dtype."""
     if hasattr(tensor, "placements"):
-        raise ValueError(f"{name}: {_PLAIN}")
+        raise ValueError(
+            f"{name}: expected a plain tensor, got a DTensor; pass this rank's part (to_local())"
+        )
 
 
 def check_shape(name: str, got: Tensor, shape: torch.Size, device: torch.device) -> None:
