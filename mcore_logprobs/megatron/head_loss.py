@@ -47,22 +47,20 @@ def head_output(
     *,
     head: DeferringHead,
     tp_group: ProcessGroup | None,
-    reason: str = "",
 ) -> Any:
     """What a patched model returns: a TokenStats of tensors like labels, or a loss like labels.
 
     Inside `PatchHandle.map` what its function gives, inside `.sample` (ids, log-probabilities).
 
-    Deferred logits are one source of logits, real ones another: for `reason`, if their caller knows
-    it. `head` is what stands in for the output layer's forward. Collectives: those of the
-    operations over TP.
+    Deferred logits are one source of logits, real ones another. `head` is what stands in for the
+    output layer's forward. Collectives: those of the operations over TP.
 
     Raises:
         ValueError: real logits under fused="require"; those of the operations.
         RuntimeError: logits that have lost the gradient of what they were computed from.
     """
     request = _HeadRequest.of(labels, logits, call, head)
-    known, reason = _real_logits(logits, call, head, reason)
+    known, reason = _real_logits(logits, call, head)
     parallel = request.sequence_parallel
     arguments = {"labels": labels, "sequence_parallel": parallel, **vars(call)}
     with comparing(call.operation, lambda: arguments):
@@ -82,16 +80,16 @@ def head_output(
 
 
 def _real_logits(
-    logits: Tensor | DeferredLogits, call: Call, head: DeferringHead, reason: str
+    logits: Tensor | DeferredLogits, call: Call, head: DeferringHead
 ) -> tuple[Tensor | None, str]:
     """(the logits that the loss is about where they are real, and why; None where deferred)."""
     if not isinstance(logits, DeferredLogits):
         check_gradient(logits, head.latest)
-        return logits, reason or head.why_real()
+        return logits, head.why_real()
     known = logits.computed()
     if known is not None:
-        return known, reason or _TOUCHED
-    return None if call.config.fused else logits.materialize(), reason
+        return known, _TOUCHED
+    return None if call.config.fused else logits.materialize(), ""
 
 
 @dataclass(frozen=True)
