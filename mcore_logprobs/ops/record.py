@@ -118,17 +118,15 @@ def check_recorded(recorded: Tensor, valid_mask: Tensor, places: Tensor) -> None
 
 
 def check_kept_ids(
-    kept_ids: object, rows: int, shard: VocabShard, device: torch.device
+    kept_ids: tuple[Tensor, Tensor], rows: int, shard: VocabShard, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """(flat ids `[e]`, offsets `[rows + 1]`), int64 copies; no sync on CUDA.
 
     Raises:
-        ValueError: no pair of 1-D integer tensors, offsets that are not `[rows + 1]`; on CPU (on
+        ValueError: no 1-D integer tensors, offsets that are not `[rows + 1]`; on CPU (on
             CUDA a device-side assert) offsets that do not rise from 0 to the number of ids, ids
             outside [0, vocab_size), or an id twice in one row.
     """
-    if not isinstance(kept_ids, tuple | list) or len(kept_ids) != 2:
-        raise ValueError(f"kept_ids: expected (flat_ids, offsets), got {type(kept_ids).__name__}")
     ids, offsets = kept_ids
     entries = ids.numel() if isinstance(ids, Tensor) else 0
     # Copies: the backward reads them, and autograd does not see changes of the caller's own.
