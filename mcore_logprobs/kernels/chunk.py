@@ -187,9 +187,9 @@ class Chunk:
         slope = softcap_slope(raw, processing.logit_scale, processing.softcap, dy.dtype)
         return torch.where(dy != 0, dy * slope, 0.0)
 
-    def processed(self, dtype: torch.dtype | None = None) -> Tensor:
+    def processed(self) -> Tensor:
         """z, as `unscaled` gives x."""
-        x = self.unscaled(dtype)
+        x = self.unscaled()
         return x if self.is_unprocessed else times_multiplier(x, self.processing.multiplier)
 
     def to_raw_gradient(self, dz: Tensor) -> None:

@@ -67,16 +67,10 @@ class Segments:
         divisors = range(most, sizes.min_segment_block - 1, -1)
         return next((size for size in divisors if self.width % size == 0), most)
 
-    def columns(self, valid: int, most: int | None = None) -> Iterator[slice]:
-        """This rank's true columns, `most` at a time, counted from each segment's start.
-
-        Without `most`, each segment's at once, also where it has none.
-        """
+    def columns(self, valid: int, most: int) -> Iterator[slice]:
+        """This rank's true columns, `most` at a time, counted from each segment's start."""
         for start in range(0, self.local * self.width, self.width):
-            stop = max(start, min(start + self.width, valid))
-            if most is None:
-                yield slice(start, stop)
-                continue
+            stop = min(start + self.width, valid)
             for at in range(start, stop, most):
                 yield slice(at, min(at + most, stop))
 
@@ -96,7 +90,7 @@ class Segments:
 
 
 def merge_segments(
-    parts: list[list[Tensor]], spec: StatsSpec, multiplier: float | Tensor = 1.0
+    parts: list[list[Tensor]], spec: StatsSpec, multiplier: float | Tensor
 ) -> Tensor:
     """Each segment's blocks, merged: all segments at once, as rows of their own.
 
