@@ -41,7 +41,6 @@ from mcore_logprobs.losses.base import (
     Given,
     TokenLoss,
     clipped,
-    counted,
     each,
     exp_within,
     sequence_mean,
@@ -311,7 +310,7 @@ class FIPOLoss(ClippedLoss):
 
     def numbers(self, given: Given) -> dict[str, Tensor]:
         log_ratio, seq_dim = given["log_ratio"], given["seq_dim"]
-        ratio, valid_mask = log_ratio.exp(), counted(given["mask"], log_ratio, seq_dim)
+        ratio, valid_mask = log_ratio.exp(), given["mask"]
         if self.dual_clip is not None:
             valid_mask = valid_mask & ~(ratio > self.dual_clip)
         ahead = torch.where(valid_mask, log_ratio, 0.0).movedim(seq_dim, -1)
