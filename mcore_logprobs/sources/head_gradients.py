@@ -337,9 +337,9 @@ class WeightGradient:
         self._low_precision = options.low_precision
         self._acc_dtype = head.acc_dtype
         self._dtype = self._acc_dtype if in_acc_dtype else weight.dtype
-        self._fresh = main_grad is None
-        self._sum: Tensor | None = None
         buffer = None if main_grad is None else main_grad.buffer
+        # What blocks are added to, the weight's shape. A low-precision main_grad is rounded once a
+        # tile, as Megatron's is.
         if sparse and (buffer is None or buffer.dtype != self._acc_dtype):
             self._sum = weight.new_zeros(weight.shape, dtype=self._acc_dtype)
         elif buffer is None:
@@ -348,10 +348,8 @@ class WeightGradient:
             written = head.shard.valid_width if tiles else 0
             if written < weight.shape[0]:
                 self._sum[written:] = 0
-        elif buffer.dtype == self._acc_dtype:
+        else:
             self._sum = buffer
-        # In which dtype a block is multiplied straight into its place; None: in memory of its own.
-        self._direct = None if self._sum is None or self._fixed else self._sum.dtype
 
     def add(self, first: bool, columns: slice, dlogits: Tensor, hidden: Tensor) -> None:
         """Add `dlogits^T @ hidden`, `[columns, h]`; `first` for the first tile of the block.
@@ -359,41 +357,34 @@ class WeightGradient:
         Args:
             dlogits: `[rows, columns]`, hidden: `[rows, h]`; of one dtype.
         """
-        is_new = first and self._fresh  # there is nothing yet, nor a zero fill
-        if self._sum is None:  # a low-precision main_grad: rounded once a tile, as Megatron's is
-            assert self._main_grad is not None
-            block = self._main_grad.buffer[columns]
-        else:
-            block = self._sum[columns]
-        if self._direct == self._acc_dtype:
+        is_new = first and self._main_grad is None  # there is nothing yet, nor a zero fill
+        block = self._sum[columns]
+        if self._fixed:
+            dlogits, hidden = aligned(dlogits), aligned(hidden)
+        elif block.dtype == self._acc_dtype:
             multiply = product if is_new else add_product
             multiply(dlogits.t(), hidden, block, low_precision=self._low_precision)
             return
-        if is_new and self._direct == dlogits.dtype:
+        elif is_new and block.dtype == dlogits.dtype:
             rounded_product(dlogits.t(), hidden, block)
             return
-        if self._fixed:
-            dlogits, hidden = aligned(dlogits), aligned(hidden)
         part = hidden.new_empty((dlogits.shape[1], hidden.shape[1]), dtype=self._acc_dtype)
         product(dlogits.t(), hidden, part, low_precision=self._low_precision)
         block.copy_(part) if is_new else block.add_(part)
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply the float32 sum of what was added; a tile's blocks have all been."""
-        assert self._sum is not None
         assert self._main_grad is None
         self._sum.mul_(factor)
 
     def add_rows(self, columns: Tensor, rows: Tensor) -> None:
         """Add `rows[i]` to the gradient's row `columns[i]`; `[e]`, `[e, h]` float32 or float64."""
-        assert self._sum is not None
         self._sum.index_add_(0, columns, rows)
 
     def finish(self) -> Tensor | None:
         """The weight's gradient, or what stands for it when main_grad has it."""
         if self._main_grad is None:
-            assert self._sum is not None
             return self._sum.to(self._dtype)
-        if self._sum is not None and self._sum is not self._main_grad.buffer:
+        if self._sum is not self._main_grad.buffer:
             self._main_grad.buffer.add_(self._sum)
         return self._main_grad.dummy_wgrad()
