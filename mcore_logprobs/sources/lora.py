@@ -78,6 +78,15 @@ def check_lora(
         raise ValueError(f"{name}: expected a finite number for scale, got {scale!r}")
 
 
+class _OfTile(NamedTuple):
+    """U `[rows, r]` of a tile; and as it is multiplied, its `halves` times shrink (None: 1)."""
+
+    tile: Tensor
+    inner: Tensor
+    operand: Tensor
+    shrink: Tensor | None
+
+
 class LowRank:
     """The LoRA's part of the logits; U of the latest tile is kept.
 
@@ -94,12 +103,10 @@ class LowRank:
     ) -> None:
         self.lora, self.dtype, self.matmul_input = lora, dtype, matmul_input
         self._a = matmul_input(lora.a)
-        # Tile, U, its `halves`, what these are multiplied by.
-        self._latest: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+        self._latest: _OfTile | None = None
 
-    def _of_tile(self, tile: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(U, its `halves`, what these are multiplied by or None) of a tile."""
-        if self._latest is None or self._latest[0] is not tile:
+    def _of_tile(self, tile: Tensor) -> _OfTile:
+        if self._latest is None or self._latest.tile is not tile:
             shape = (tile.shape[0], self._a.shape[0])
             inner = product(tile, self._a.t(), tile.new_empty(shape, dtype=self.dtype))
             inner.mul_(self.lora.scale)
@@ -107,12 +114,12 @@ class LowRank:
             if self._a.dtype == torch.float16:
                 shrink = range_scale(inner.abs()).clamp(max=1.0)
                 operand = inner * shrink
-            self._latest = (tile, inner, halves(operand, self._a.dtype), shrink)
-        return self._latest[1:]
+            self._latest = _OfTile(tile, inner, halves(operand, self._a.dtype), shrink)
+        return self._latest
 
     def inner(self, tile: Tensor) -> Tensor:
         """U `[rows, r]` of a tile `[rows, h]`, in the results' dtype."""
-        return self._of_tile(tile)[0]
+        return self._of_tile(tile).inner
 
     def release(self) -> None:
         """Let go of the latest tile."""
@@ -120,12 +127,12 @@ class LowRank:
 
     def add_logits(self, tile: Tensor, columns: slice, out: Tensor) -> None:
         """`out += U @ B[columns]^T`, `[rows, columns]` float32 or float64."""
-        block, (_, inner, shrink) = self.matmul_input(self.lora.b[columns]), self._of_tile(tile)
-        if shrink is not None:
-            block = (block / shrink).to(block.dtype)
-        if inner.shape[1] > block.shape[1]:
+        block, left = self.matmul_input(self.lora.b[columns]), self._of_tile(tile)
+        if left.shrink is not None:
+            block = (block / left.shrink).to(block.dtype)
+        if left.operand.shape[1] > block.shape[1]:
             block = torch.cat([block, block], 1)
-        add_product(inner, block.t(), out)
+        add_product(left.operand, block.t(), out)
 
     def entries(self, tile: Tensor, column: Tensor, rows: Tensor) -> Tensor:
         """The part of single entries, `[e]`; rows within the tile."""
