@@ -29,6 +29,7 @@ from mcore_logprobs.kernels.chunk import ChunkAt, per_row, row_chunks
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.ops.sampling_search import (
     FilterOptions,
+    FoundCut,
     HardRows,
     cumulative,
     descending,
@@ -114,13 +115,13 @@ def find_cut(
     if candidates > _MAX_CANDIDATES:
         candidates = _TOP_P_CANDIDATES
     survey = _Survey(logits, local_sum, local_target, min(candidates, shard.width), opts)
-    cut = survey.cut(source.rows_at_a_time)
-    hard = cut.hard & valid_mask & survey.row_max.isfinite()
+    cut, hard = survey.cut(source.rows_at_a_time)
+    hard = hard & valid_mask & survey.row_max.isfinite()
     index = hard.nonzero().squeeze(-1)  # a host sync
     if index.numel():
         subset = HardRows(logits, index, survey.row_max[index], opts)
         solved = search_cut(subset, survey.total[index])
-        for known, exact in zip(cut[:4], solved, strict=True):
+        for known, exact in zip(cut, solved, strict=True):
             known[index] = exact
 
     is_local = local_target >= 0
@@ -145,29 +146,10 @@ def find_cut(
     )
 
 
-def _between(cut: _Found) -> Tensor:
+def _between(cut: FoundCut) -> Tensor:
     """Numbers below the value and not below the next one."""
     middle = cut.next + (cut.value - cut.next) / 2
     return torch.where((middle < cut.value) & (middle > cut.next), middle, cut.next)
-
-
-class _Found(NamedTuple):
-    """`[n]` each.
-
-    Attributes:
-        value: the smallest logit kept.
-        next: at least the largest logit that is not kept; the value itself where only some of those
-            equal to it are.
-        mass: float64, of the kept set.
-        last: int64, the last of this rank's columns equal to the value that is kept; -1 for none.
-        hard: bool, whether the list of candidates does not tell.
-    """
-
-    value: Tensor
-    next: Tensor
-    mass: Tensor
-    last: Tensor
-    hard: Tensor
 
 
 class _Survey:
@@ -228,8 +210,8 @@ class _Survey:
         multiplier = per_row(self._opts.multiplier, part)
         return ((raw.double() - self.row_max[part]) * multiplier).exp()
 
-    def cut(self, rows_at_a_time: Callable[[int], int]) -> _Found:
-        """Step 2: the cuts as the lists tell them; `hard` where they do not.
+    def cut(self, rows_at_a_time: Callable[[int], int]) -> tuple[FoundCut, Tensor]:
+        """Step 2: the cuts as the lists tell them, and bool `[n]`, where they do not.
 
         Args:
             rows_at_a_time: columns -> rows of which float32 copies of so many columns are made.
@@ -237,47 +219,43 @@ class _Survey:
         ranks, c, n = self._candidates.shape
         # Of each candidate a value and its place as they are sorted, and three float64 numbers.
         parts = list(row_chunks(n, rows_at_a_time(9 * ranks * c))) or [slice(0, 0)]
-        return _Found(*map(torch.cat, zip(*map(self._cut_of, parts), strict=True)))
+        found, hard = zip(*map(self._cut_of, parts), strict=True)
+        return FoundCut(*map(torch.cat, zip(*found, strict=True))), torch.cat(hard)
 
-    def _cut_of(self, part: slice) -> _Found:
-        opts, edge = self._opts, self.edge[part]
+    def _cut_of(self, part: slice) -> tuple[FoundCut, Tensor]:
+        opts, edge, floor, total = self._opts, self.edge[part], self.floor[part], self.total[part]
         listed = self._candidates[..., part].permute(2, 0, 1).flatten(1)
         listed = listed.sort(-1, descending=True).values
-        n, length = listed.shape
-        # Whether all that min_p keeps is on the list.
-        complete = edge.isneginf() | (self.floor[part] > edge)
         kept = torch.ones_like(listed, dtype=torch.bool)
         weight = self._weight(listed.t(), part).t()
         if opts.min_p is not None:
-            kept = listed >= self.floor[part].unsqueeze(-1)
+            kept = listed >= floor.unsqueeze(-1)
             weight = weight * kept
         before = cumulative(weight) - weight
-        hard = torch.zeros(n, dtype=torch.bool, device=listed.device)
-        total = self.total[part]
+        needed = listed[:, -1]  # the smallest logit that the list must be complete down to
         if opts.top_k is not None:
-            if opts.top_k > length:
-                hard = ~complete
-            else:
-                kth = listed[:, opts.top_k - 1]
-                hard = (kth <= edge) & ~complete
-                kept = kept & (listed >= kth.unsqueeze(-1))
+            needed = listed[:, min(opts.top_k, listed.shape[1]) - 1]
+            kept = kept & (listed >= needed.unsqueeze(-1))
             total = (weight * kept).sum(-1)
         elif opts.min_p is not None:
-            total, hard = weight.sum(-1), ~complete
+            total = weight.sum(-1)
         if opts.top_p is not None:
             kept = kept & (before < (opts.top_p * total).unsqueeze(-1))
-        count = kept.sum(-1, keepdim=True).clamp(min=1)
-        value = listed.gather(-1, count - 1).squeeze(-1)
-        behind = torch.nn.functional.pad(listed, (0, 1), value=-torch.inf).gather(-1, count)
-        hard = hard | ((value <= edge) & ~complete)
-        mass = (before + weight).gather(-1, count - 1).squeeze(-1)
-        no_limit = torch.full_like(count.squeeze(-1), opts.shard.width)
-        last = no_limit
-        if opts.top_p is not None:
-            tie = self._last_tie(part, listed, value, count.squeeze(-1))
-            last = torch.where(value.isneginf(), no_limit, tie)
+        count = kept.sum(-1).clamp(min=1)
+        place = (count - 1).unsqueeze(-1)
+        value = listed.gather(-1, place).squeeze(-1)
+        mass = (before + weight).gather(-1, place).squeeze(-1)
+        behind = torch.nn.functional.pad(listed, (0, 1), value=-torch.inf).gather(-1, place + 1)
         following = torch.maximum(behind.squeeze(-1), edge)  # no other is above the edge
-        return _Found(value, following, mass, last, hard)
+        last = torch.full_like(count, opts.shard.width)  # no limit
+        if opts.top_p is not None:
+            tie = self._last_tie(part, listed, value, count)
+            last = torch.where(value.isneginf(), last, tie)
+        if opts.top_k is None and opts.min_p is None:
+            needed = value
+        # Where min_p keeps only what is above the edge, the list has all of it.
+        hard = (needed <= edge) & ~(edge.isneginf() | (floor > edge))
+        return FoundCut(value, following, mass, last), hard
 
     def _last_tie(self, part: slice, listed: Tensor, value: Tensor, count: Tensor) -> Tensor:
         """This rank's last kept column among those equal to `value`, of `count` kept in all."""

@@ -195,8 +195,25 @@ class HardRows:
         return (x - self.row_max[part].unsqueeze(-1)).mul_(multiplier).exp_()
 
 
-def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
-    """(value, next, mass, last) as in `_Found`, `[r]` each.
+class FoundCut(NamedTuple):
+    """Where rows are cut, `[n]` each.
+
+    Attributes:
+        value: the smallest logit kept.
+        next: at least the largest logit that is not kept; the value itself where only some of those
+            equal to it are.
+        mass: float64, of the kept set.
+        last: int64, the last of this rank's columns equal to the value that is kept; -1 for none.
+    """
+
+    value: Tensor
+    next: Tensor
+    mass: Tensor
+    last: Tensor
+
+
+def search_cut(rows: HardRows, total: Tensor) -> FoundCut:
+    """Search for the cuts of all rows.
 
     Args:
         total: `[r]` float64, the whole softmax's mass; not read with top-k or min-p.
@@ -209,7 +226,7 @@ def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
         total = rows.total()
         if opts.top_p is None:
             no_limit = torch.full(total.shape, rows.shard.width, device=total.device)
-            return rows.floor, rows.largest_below(rows.floor), total, no_limit
+            return FoundCut(rows.floor, rows.largest_below(rows.floor), total, no_limit)
     keys = _Keys(rows.raw_dtype, rows.dtype)
     high = keys.of(rows.row_max)
     low = keys.of(torch.full_like(rows.row_max, -torch.inf)) - 1
@@ -221,7 +238,7 @@ def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
         total = mass + _times(ties.sum(0), rows.weight_of(kth))
         if opts.top_p is None:
             no_limit = torch.full_like(high, rows.shard.width)
-            return kth, rows.largest_below(kth), total, no_limit
+            return FoundCut(kth, rows.largest_below(kth), total, no_limit)
         low = keys.of(kth) - 1
     else:
         # V tokens below this logit have less mass than top_p leaves out: the cut is not there.
@@ -238,7 +255,7 @@ def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
     kept = torch.minimum(kept, ties.sum(0).double()).long()
     mine = kept_on_rank(kept, ties, rows.shard.rank)
     following = torch.where(kept < ties.sum(0), value, rows.largest_below(value))
-    return value, following, mass + _times(kept, weight), rows.nth_tie(value, mine)
+    return FoundCut(value, following, mass + _times(kept, weight), rows.nth_tie(value, mine))
 
 
 def kept_on_rank(kept: Tensor, ties: Tensor, rank: int) -> Tensor:
