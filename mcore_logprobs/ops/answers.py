@@ -18,7 +18,7 @@ from mcore_logprobs.kernels.chunk import ChunkAt, times_multiplier
 from mcore_logprobs.kernels.stats import IGNORED, RowResults, SoftmaxStats, StatsSpec
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import RowStatistics, gradient_with_entries
+from mcore_logprobs.ops.row_statistics import RowStatistics, Statistics, gradient_with_entries
 from mcore_logprobs.ops.topk import TopK, check_k
 from mcore_logprobs.sources.source import Source
 
@@ -67,7 +67,6 @@ class Answers(Operation[Source]):
 
     spec: StatsSpec
     label_smoothing: float
-    candidates: bool
     topk: int
     log_softmax: bool
     ignored_values = (*IGNORED, 0.0, 0.0, 0.0)
@@ -151,8 +150,7 @@ def answers(
     source: Source,
     local_target: Tensor,
     valid_mask: Tensor,
-    spec: StatsSpec,
-    label_smoothing: float,
+    statistics: Statistics,
     also: Also,
     ignore_index: int | None,
 ) -> TokenStats:
@@ -186,7 +184,10 @@ def answers(
     if also.topk is not None:
         source = source.in_whole_rows()
     operation = Answers(
-        spec, label_smoothing, also.ids is not None, also.topk or 0, also.log_softmax
+        spec=statistics.spec,
+        label_smoothing=statistics.label_smoothing,
+        topk=also.topk or 0,
+        log_softmax=also.log_softmax,
     )
     results, top = Found.of(apply(operation, source, *per_token)), None
     if results.values is not None and results.top_ids is not None:

@@ -35,8 +35,7 @@ def token_stats(
     target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     if also is not None:
-        spec, smoothing = operation.spec, operation.label_smoothing
-        return answers(source, local_target, valid_mask, spec, smoothing, also, ignore_index)
+        return answers(source, local_target, valid_mask, operation, also, ignore_index)
     source = source.compacted(valid_mask)
     latest = source.latest_pass
     if latest is None or operation.label_smoothing > 0.0:
