@@ -27,7 +27,7 @@ from mcore_logprobs.ops.divergence import kl_div
 from mcore_logprobs.ops.gather import gather, topk_distill
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.policy_loss import policy_loss
-from mcore_logprobs.ops.record import Kept
+from mcore_logprobs.ops.record import ReplayRequest
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.row_statistics import Statistics
 from mcore_logprobs.ops.sample import sample
@@ -224,7 +224,9 @@ def operations(source: Source, target: Tensor, ids: Tensor) -> dict[str, Tensor]
     kept = torch.cat([target.unsqueeze(1), (target.unsqueeze(1) + 1) % VOCAB], 1)
     record = kept.flatten(), torch.arange(ROWS + 1) * 2
     found["replay"] = sampling_logprobs(source, target, kept_ids=record)
-    both = replay(source, target, Kept(record, "error", False, True), full_spec=wanted.spec)
+    both = replay(
+        source, target, ReplayRequest(record, "error", False, True), full_spec=wanted.spec
+    )
     for name in ("logprobs", "full_logprobs", "entropy", "sum_pi_squared"):
         found[f"replay and full: {name}"] = getattr(both, name)
     found["sampled ids"], found["sampled"] = sample(source, seed=5, top_p=0.9)

@@ -19,7 +19,7 @@ from mcore_logprobs.checks import (
 )
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.ops.answers import Also
-from mcore_logprobs.ops.record import Kept
+from mcore_logprobs.ops.record import ReplayRequest
 from mcore_logprobs.ops.topk_divergence import TopKDivergence
 from mcore_logprobs.ops.user_function import check_denominator
 from mcore_logprobs.sources.lora import LoRAInput
@@ -290,7 +290,7 @@ class Call:
     mapped: PerToken | None = None
     target: Tensor | None = None
     rows: Tensor | None = None
-    kept: Kept | None = None
+    kept: ReplayRequest | None = None
     also: Also | None = None
     teacher: Teacher | None = None
     draw: SampleRequest | None = None

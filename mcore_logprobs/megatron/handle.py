@@ -30,7 +30,7 @@ from mcore_logprobs.megatron.heads import (
 )
 from mcore_logprobs.megatron.open_blocks import OpenBlocks
 from mcore_logprobs.ops.answers import Also
-from mcore_logprobs.ops.record import Kept
+from mcore_logprobs.ops.record import ReplayRequest
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
 from mcore_logprobs.sources.vocab_bias import check_column_bias
@@ -256,7 +256,7 @@ class PatchHandle:
                 invariant segments in the settings; in the call what
                 `vocab_parallel_sampling_logprobs` raises.
         """
-        kept = Kept(kept_ids, missing, entropy, full)
+        kept = ReplayRequest(kept_ids, missing, entropy, full)
         with self._during(lambda call: replace(call, kept=kept)):
             yield
 

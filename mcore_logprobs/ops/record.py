@@ -16,7 +16,7 @@ MISSING = ("error", "full", "ignore")
 
 
 @dataclass(frozen=True)
-class Kept:
+class ReplayRequest:
     """A sampler's record, and what is asked of it; None and False are off.
 
     Attributes:

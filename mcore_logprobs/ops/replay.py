@@ -32,8 +32,8 @@ from mcore_logprobs.kernels.stats import (
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.record import (
-    Kept,
     Record,
+    ReplayRequest,
     check_kept_ids,
     check_possible,
     check_recorded,
@@ -94,9 +94,9 @@ class Replay(Operation[Source]):
     def backward(
         self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        kept, full = saved[: len(_SavedKept._fields)], saved[len(_SavedKept._fields) :]
+        kept, full = saved[: len(_SavedRecord._fields)], saved[len(_SavedRecord._fields) :]
         own_upstream = self._own(upstream, tensors)
-        entries = _KeptEntries(source, own_upstream, tensors, _SavedKept(*kept), self.parts)
+        entries = _RecordedGradient(source, own_upstream, tensors, _SavedRecord(*kept), self.parts)
         if self.full is None:
             return entries
         valid_mask, local_target, recorded, *_ = tensors
@@ -160,7 +160,7 @@ def _plus(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a + b
 
 
-class _SavedKept(NamedTuple):
+class _SavedRecord(NamedTuple):
     """What the gradient needs of the kept distributions, `[n]` each.
 
     Attributes:
@@ -173,7 +173,7 @@ class _SavedKept(NamedTuple):
     finite: Tensor
 
 
-class _Kept:
+class _RecordedLogits:
     """The kept logits of a rank, entry by entry, and the distribution over them."""
 
     def __init__(self, operation: Replay, source: Source, tensors: Tensors) -> None:
@@ -203,7 +203,7 @@ class _Kept:
             local["entropy"].index_add_(0, row, below.clamp(min=LOG_ZERO) * weight)
         return stats
 
-    def finalize(self, merged: Tensor) -> tuple[Tensor, Tensor | None, _SavedKept]:
+    def finalize(self, merged: Tensor) -> tuple[Tensor, Tensor | None, _SavedRecord]:
         """(log-probabilities, entropy or None, what the gradient needs) of all ranks' statistics.
 
         0 in rows that do not count.
@@ -223,7 +223,7 @@ class _Kept:
         saved = softmax.log_sum if entropy is None else entropy
         if entropy is not None:
             entropy = torch.where(counted, entropy, 0.0)
-        return logprobs, entropy, _SavedKept(softmax.row_max, softmax.log_sum, saved, finite)
+        return logprobs, entropy, _SavedRecord(softmax.row_max, softmax.log_sum, saved, finite)
 
 
 class _ReplayForward(Forward):
@@ -232,7 +232,7 @@ class _ReplayForward(Forward):
     reads = "nothing"
 
     def __init__(self, operation: Replay, source: Source, tensors: Tensors) -> None:
-        self._kept = _Kept(operation, source, tensors)
+        self._kept = _RecordedLogits(operation, source, tensors)
         self._source, self._parts = source, iter(operation.parts)
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
@@ -254,7 +254,7 @@ class _FullReplayForward(RowStatistics):
         assert operation.full is not None
         valid_mask, local_target, self._recorded, *_ = tensors
         super().__init__(source, operation.full, local_target, valid_mask=valid_mask)
-        self._kept, self._operation = _Kept(operation, source, tensors), operation
+        self._kept, self._operation = _RecordedLogits(operation, source, tensors), operation
         self._parts_of_tiles, self._part = iter(operation.parts), slice(0, 0)
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
@@ -282,7 +282,7 @@ class _FullReplayForward(RowStatistics):
         return ReplayResults(logprobs, entropy, full).flat, (*saved, *softmax)
 
 
-class _KeptEntries(Backward):
+class _RecordedGradient(Backward):
     """The gradient of the kept logits, entry by entry.
 
     dz = g (1[target] - p) - h p (log p + H)      with g, h upstream of logprob and entropy H
@@ -295,7 +295,7 @@ class _KeptEntries(Backward):
         source: Source,
         upstream: tuple[Tensor | None, Tensor | None],
         tensors: Tensors,
-        saved: _SavedKept,
+        saved: _SavedRecord,
         parts: list[slice],
     ) -> None:
         self._multiplier, self._saved = source.processing.multiplier, saved
@@ -341,7 +341,7 @@ class _FullReplayGradient(LogitGradient):
     What lies at the kept logits is written again, as the sum of both, so that it is rounded once.
     """
 
-    def __init__(self, source: Source, kept: _KeptEntries, terms: GradientTerms) -> None:
+    def __init__(self, source: Source, kept: _RecordedGradient, terms: GradientTerms) -> None:
         super().__init__(source, terms)
         self._kept, self._tile_ends = kept, source.tile_ends()
 
@@ -383,7 +383,7 @@ def _put(out: Tensor, row: Tensor, column: Tensor, values: Tensor) -> None:
 def replay(
     source: Source,
     target: Tensor,
-    kept: Kept,
+    kept: ReplayRequest,
     *,
     full_spec: StatsSpec | None = None,
     places: Tensor | None = None,

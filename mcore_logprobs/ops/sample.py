@@ -109,7 +109,7 @@ class _SampleForward(Forward):
         no_target = torch.full_like(valid_mask, -1, dtype=torch.int64)
         cut = find_cut(source, self._chunks, local_sum, no_target, valid_mask, opts)
         for placed in self._chunks:
-            self._best.see(placed, _Kept(rows.start, cut, opts))
+            self._best.see(placed, _TileCut(rows.start, cut, opts))
         self._chunks = []
         self._cuts.append(cut)
 
@@ -134,7 +134,7 @@ class _SampleForward(Forward):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _TileCut:
     """What the filters keep of the rows from `start` on."""
 
     start: int
@@ -166,7 +166,7 @@ class _Best:
         self._found = stream.new_zeros(3, source.num_rows, dtype=torch.float64)
         self._found[0] = self._found[2] = -torch.inf
 
-    def see(self, placed: ChunkAt, kept: _Kept | None = None) -> None:
+    def see(self, placed: ChunkAt, kept: _TileCut | None = None) -> None:
         chunk, shard = placed.chunk, self._source.shard
         if chunk.valid == 0:
             return

@@ -36,7 +36,7 @@ from mcore_logprobs.kernels.stats import (
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.record import MISSING, Kept
+from mcore_logprobs.ops.record import MISSING, ReplayRequest
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import RowStatistics, Statistics
@@ -266,7 +266,7 @@ def sampling_logprobs(
             "kept_ids: expected top_k, top_p and min_p to be off, as the sampler's record replaces "
             f"them, got top_k={top_k}, top_p={top_p}, min_p={min_p}"
         )
-    kept = Kept(kept_ids, missing, entropy, full)
+    kept = ReplayRequest(kept_ids, missing, entropy, full)
     full_spec = StatsSpec(entropy=entropy) if full else None
     stats = replay(source, target, kept, full_spec=full_spec, ignore_index=ignore_index)
     return stats if full or entropy else stats.logprobs
