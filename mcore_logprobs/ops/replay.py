@@ -95,21 +95,18 @@ class Replay(Operation[Source]):
         self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         kept, full = saved[: len(_SavedRecord._fields)], saved[len(_SavedRecord._fields) :]
-        own_upstream = self._own(upstream, tensors)
-        entries = _RecordedGradient(source, own_upstream, tensors, _SavedRecord(*kept), self.parts)
+        on, record = ReplayResults.of(upstream), _SavedRecord(*kept)
+        entries = _RecordedGradient(
+            source, (on.logprobs, on.entropy), self.counted(tensors), tensors, record, self.parts
+        )
         if self.full is None:
             return entries
         valid_mask, local_target, recorded, *_ = tensors
-        on = ReplayResults.of(upstream)
-        moved = RowResults(logprobs=on.logprobs, entropy=on.entropy)
         on_full = on.full
         if self.missing == "full":
             on_full = on_full._replace(
-                **{
-                    name: _plus(getattr(on_full, name), torch.where(recorded, 0.0, extra))
-                    for name, extra in moved._asdict().items()
-                    if extra is not None
-                }
+                logprobs=_plus_without(recorded, on_full.logprobs, on.logprobs),
+                entropy=_plus_without(recorded, on_full.entropy, on.entropy),
             )
         softmax = SoftmaxStats(*full)
         spec, coef, on_target = gradient_coefficients(on_full, softmax, valid_mask=valid_mask)
@@ -126,15 +123,6 @@ class Replay(Operation[Source]):
         """bool `[n]`: the rows whose results are of their record."""
         valid_mask, _, recorded, *_ = tensors
         return valid_mask if self.missing == "error" else valid_mask & recorded
-
-    def _own(self, upstream: Results, tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
-        """The upstream of logprobs and entropy in the rows of a record, 0 in others."""
-        counted = self.counted(tensors)
-        on = ReplayResults.of(upstream)
-        both = (on.logprobs, on.entropy)
-        return tuple(  # type: ignore[return-value]
-            None if x is None else torch.where(counted, x, 0.0) for x in both
-        )
 
 
 class _FullReplay(Replay):
@@ -156,7 +144,11 @@ def _rows_of_walk(source: Source, row: Tensor) -> Tensor:
     return torch.empty_like(walk).index_copy_(0, walk, tokens)[row]
 
 
-def _plus(a: Tensor | None, b: Tensor) -> Tensor:
+def _plus_without(recorded: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """a, and b in the rows without a record; None stands for 0."""
+    if b is None:
+        return a
+    b = torch.where(recorded, 0.0, b)
     return b if a is None else a + b
 
 
@@ -294,6 +286,7 @@ class _RecordedGradient(Backward):
         self,
         source: Source,
         upstream: tuple[Tensor | None, Tensor | None],
+        counted: Tensor,
         tensors: Tensors,
         saved: _SavedRecord,
         parts: list[slice],
@@ -302,8 +295,9 @@ class _RecordedGradient(Backward):
         self.parts, self._next = parts, iter(parts)
         *_, row, self._local_ids, self._hit = tensors
         self._row = _rows_of_walk(source, row)
+        asked = counted & saved.finite
         self._upstream = [
-            None if x is None else torch.where(saved.finite, x, 0.0).to(saved.row_max.dtype)
+            None if x is None else torch.where(asked, x, 0.0).to(saved.row_max.dtype)
             for x in upstream
         ]
 
