@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.function import FunctionCtx
 
 from mcore_logprobs.checks import autocast_enabled, not_traced
 from mcore_logprobs.kernels.backend import Backend
+from mcore_logprobs.sources.head_operands import HeadTensors
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
 from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.source import (
@@ -231,13 +233,26 @@ def apply(
     No gradient flows to either. They are saved for the backward as they are, so that autograd sees
     it if they change before, and so that it does not matter how the logits lie in memory then.
     """
-    counts = len(source.tensors), len(per_token)
     plans: tuple[KeptPlan, ...] = ()
     if source.may_keep and torch.is_grad_enabled():  # not within another function
         learns = any(x is not None and x.requires_grad for x in source.tensors)
         plans = plan_kept(source.heads, operation.rereads) if learns else ()
-    tensors = (*source.tensors, *per_token, *constants)
-    return _lent(_Recompute, source, operation, counts, plans, *tensors)
+    call = _Call(operation, len(source.tensors), len(per_token), plans)
+    return _lent(_Recompute, source, call, *source.tensors, *per_token, *constants)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operation, and how many of an autograd function's tensors are what, in this order."""
+
+    operation: Operation[Any]
+    of_source: int
+    per_token: int
+    plans: tuple[KeptPlan, ...] = ()  # of what is kept for the backward
+    objective: Objective | None = None  # in eager mode
+
+
+_LEADING = 3  # arguments of either autograd function before its tensors
 
 
 def _lent(function: type[torch.autograd.Function], source: Walked, *arguments: Any) -> Any:
@@ -265,14 +280,9 @@ _lent_untraced = not_traced(_lent)
 
 
 class _RecomputeContext(FunctionCtx):
-    """Attributes:
-    counts: of the source's tensors, those per token, all that are given, and these with saved ones.
-    """
-
-    operation: Operation[Any]
+    call: _Call
     options: Options
-    plans: tuple[KeptPlan, ...]
-    counts: tuple[int, int, int, int]
+    saved: int  # tensors of the operation
     linear: bool
     needs_input_grad: tuple[bool, ...]
 
@@ -283,14 +293,13 @@ class _Recompute(torch.autograd.Function):
         ctx: _RecomputeContext,
         options: Options,
         made: Any,
-        operation: Operation[Any],
-        counts: tuple[int, int],
-        plans: tuple[KeptPlan, ...],
+        call: _Call,
         *tensors: Tensor,
     ) -> Results:
+        operation = call.operation
         with without_autocast(tensors[0].device):
-            source, rows = _call_context(options, counts, tensors, made)
-            kept = keep(source.heads, plans) if plans else []
+            source, rows = _call_context(options, call, tensors, made)
+            kept = keep(source.heads, call.plans) if call.plans else []
             run = operation.forward(source, rows)
             show(run, source)
             results, saved = run.results()
@@ -303,8 +312,7 @@ class _Recompute(torch.autograd.Function):
                 for x, fill in zip(results, ignored_values, strict=True)
             )
             results = tuple(None if x is None else _owned(x) for x in results)
-        ctx.operation, ctx.options, ctx.plans = operation, options, plans
-        ctx.counts = (*counts, len(tensors), len(tensors) + len(saved))
+        ctx.call, ctx.options, ctx.saved = call, options, len(saved)
         ctx.linear = operation.linear and source.linear
         everything: Results = (*tensors, *saved, *(x for of_head in kept for x in of_head.tensors))
         ctx.save_for_backward(*everything)  # type: ignore[arg-type]  # None may be saved too
@@ -326,22 +334,23 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: _RecomputeContext, unpacked: Tensors, *grads: Tensor | None) -> Results:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        *counts, end, last = ctx.counts
-        tensors, saved = unpacked[:end], unpacked[end:last]
+        call, given = ctx.call, len(ctx.needs_input_grad) - _LEADING
+        tensors, others = unpacked[:given], unpacked[given:]
+        saved, kept = others[: ctx.saved], others[ctx.saved :]
         with without_autocast(tensors[0].device):
-            source, rows = _call_context(ctx.options, counts, tensors)
-            if ctx.plans:
-                restore(source.heads, ctx.plans, unpacked[last:])
+            source, rows = _call_context(ctx.options, call, tensors)
+            if call.plans:
+                restore(source.heads, call.plans, kept)
             upstream = tuple(
                 None if grad is None else source.to_row_order(grad, fill=0.0) for grad in grads
             )
             if source.order_may_change:
                 saved = tuple(None if x is None else source.to_row_order(x) for x in saved)
-            needs = ctx.needs_input_grad[5 : 5 + counts[0]]
-            backward = ctx.operation.backward(source, upstream, rows, saved)
+            needs = ctx.needs_input_grad[_LEADING : _LEADING + call.of_source]
+            backward = call.operation.backward(source, upstream, rows, saved)
             gradient = source.gradient(needs, sparse=backward.entries)
             gradients = form_gradient(backward, source, gradient)
-        return (*(None,) * 5, *gradients, *(None for _ in tensors[len(gradients) :]))
+        return (*(None,) * _LEADING, *gradients, *(None,) * (given - len(gradients)))
 
 
 def _owned(result: Tensor) -> Tensor:
@@ -355,13 +364,13 @@ def _owned(result: Tensor) -> Tensor:
 
 
 def _call_context(
-    options: Options, counts: Sequence[int], tensors: Tensors, made: Any = None
+    options: Options, call: _Call, tensors: Tensors, made: Any = None
 ) -> tuple[Any, Tensors]:
     """The source, made of its tensors unless it is there, and what the operation takes besides."""
-    of_source, per_token = counts
-    source = options.bind(*tensors[:of_source]) if made is None else made
-    rows = (source.to_row_order(x) for x in tensors[of_source : of_source + per_token])
-    return source, (*rows, *tensors[of_source + per_token :])
+    source = options.bind(*tensors[: call.of_source]) if made is None else made
+    others = tensors[call.of_source :]
+    rows = (source.to_row_order(x) for x in others[: call.per_token])
+    return source, (*rows, *others[call.per_token :])
 
 
 # ---- eager mode ---------------------------------------------------------------------------------
@@ -409,15 +418,17 @@ def apply_eagerly(
         per_token: as in `apply`.
         own: tensors `[*lead, ...]` of the objective.
     """
-    counts = len(source.tensors), len(per_token), len(own)
     # No number, with a graph that reaches all tensors which require a gradient, and holds none:
     # gradients that are differentiated again must raise for them (`once_differentiable`).
     learning = [x for x in source.tensors if x is not None and x.requires_grad]
     # float32: autocast joins no float16 tensors on a CPU.
     parts = [x.unsqueeze(0)[..., :0].flatten().float() for x in learning]
     anchor = torch.cat(parts) if parts else torch.empty(0)
-    tensors = (*source.tensors, *per_token, *own, anchor)
-    return _lent(_Eager, source, operation, objective, counts, *tensors)
+    call = _Call(operation, len(source.tensors), len(per_token), objective=objective)
+    return _lent(_Eager, source, call, *source.tensors, *per_token, *own, anchor)
+
+
+_WEIGHT = HeadTensors._fields.index("weight")
 
 
 class _EagerContext(FunctionCtx):
@@ -439,18 +450,18 @@ class _Eager(torch.autograd.Function):
         ctx: _EagerContext,
         options: Options,
         made: Any,
-        operation: Operation[Any],
-        objective: Objective,
-        counts: tuple[int, int, int],
+        call: _Call,
         *tensors: Tensor,
     ) -> Results:
-        count, per_token, _ = counts
-        *tensors, anchor = tensors  # type: ignore[assignment]
-        inputs = tensors[:count]
+        operation, objective, per_token = call.operation, call.objective, call.per_token
+        assert objective is not None
+        *given, anchor = tensors
+        inputs = given[: call.of_source]
         with without_autocast(inputs[0].device):
             source = options.bind(*inputs) if made is None else made
-            rows = [source.to_row_order(x) for x in tensors[count:]]
-            needs = [flag and objective.backward for flag in ctx.needs_input_grad[5 : 5 + count]]
+            rows = [source.to_row_order(x) for x in given[call.of_source :]]
+            wants = ctx.needs_input_grad[_LEADING : _LEADING + call.of_source]
+            needs = [flag and objective.backward for flag in wants]
             gradient = source.gradient(needs, in_acc_dtype=True)
             total = torch.zeros((), dtype=torch.float64, device=source.device)
             parts: list[Results] = []
@@ -513,7 +524,7 @@ class _Eager(torch.autograd.Function):
         formed, ctx.gradients = ctx.gradients, None
         gradients: list[Tensor | None] = []
         for place, (grad, dtype) in enumerate(zip(formed, ctx.dtypes, strict=False)):
-            if grad is not None and place == 1 and ctx.main_grad is not None:  # the weight's
+            if grad is not None and place == _WEIGHT and ctx.main_grad is not None:
                 ctx.backend.scale(grad, upstream, out=ctx.main_grad.buffer, add=True)
                 grad = ctx.main_grad.dummy_wgrad()
             elif grad is not None:
@@ -522,5 +533,4 @@ class _Eager(torch.autograd.Function):
                 ctx.backend.scale(grad, upstream, out=out)
                 grad = out
             gradients.append(grad)
-        rest = none - 5 - len(gradients)
-        return (*(None,) * 5, *gradients, *(None for _ in range(rest)))
+        return (*(None,) * _LEADING, *gradients, *(None,) * (none - _LEADING - len(gradients)))
