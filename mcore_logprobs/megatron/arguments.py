@@ -79,6 +79,10 @@ class Arguments:
         else:
             self._rest[name] = value
 
+    def has(self, name: str) -> bool:
+        """Whether it is there, and not None."""
+        return self[name] is not None and self[name] is not NOT_PASSED
+
     @property
     def labels(self) -> object:
         """None without labels; NOT_PASSED where the call does not say."""

@@ -291,24 +291,26 @@ class HeadPatch(DeferringHead):
             self._running.pop()
             self.latest = None  # hidden states are large
 
-    def check_lazy(self, call: Call, running: ForwardState) -> None:
-        """After a forward without labels, which ends in the patched output layer.
+    def check_ended(self, call: Call, running: ForwardState) -> None:
+        """After a forward, which ends in the patched output layer, and with labels in the loss.
 
         Raises:
-            ValueError: it did not, although lazy logits were asked for under fused="require".
-        """
-        if call.config.logits == "lazy" and not running.samples and not running.reached:
-            require_fused(call.config, self.why_real(), head_tp_group(self.layer))
-
-    def check_reached(self, call: Call, running: ForwardState) -> None:
-        """After a forward with labels, which ends in the patched loss.
-
-        Raises:
-            RuntimeError: it did not, and more was asked for than Megatron's loss: another result,
-                or settings that it does not see.
-            ValueError: the same under fused="require".
+            RuntimeError: it did not call the patched loss with its labels, and more was asked for
+                than Megatron's loss: another result, or settings that it does not see.
+            ValueError: the same under fused="require"; no labels, as only the loss could tell,
+                although an open block needs them; no lazy logits under fused="require".
         """
         if running.reached:
+            return
+        if running.labels is None or running.labels is NOT_PASSED:
+            if block := call.needs_labels:
+                name = self.method.labels or "labels"
+                raise ValueError(
+                    f"inside PatchHandle.{block}: expected a call with {name}, got none"
+                )
+            if call.config.logits == "lazy" and not running.samples:
+                why = self.why_real() if running.labels is None else self.method.unclear
+                require_fused(call.config, why, head_tp_group(self.layer))
             return
         reason = (
             f"{type(self.model).__name__} computed its loss without calling the patched "
@@ -320,21 +322,6 @@ class HeadPatch(DeferringHead):
                 "see, or a patch put on after that"
             )
         require_fused(call.config, reason, head_tp_group(self.layer))
-
-    def check_asked(self, call: Call, running: ForwardState) -> None:
-        """After a forward of which only the patched loss can tell whether it had labels.
-
-        Raises:
-            ValueError: it had none, although an open block needs them, or lazy logits were asked
-                for under fused="require".
-        """
-        if running.reached:
-            return
-        if block := call.needs_labels:
-            name = self.method.labels or "labels"
-            raise ValueError(f"inside PatchHandle.{block}: expected a call with {name}, got none")
-        if call.config.logits == "lazy" and not running.samples:
-            require_fused(call.config, self.method.unclear, head_tp_group(self.layer))
 
     def _reason_against(self, weight: Tensor, gather: bool | None, other: dict[str, object]) -> str:
         reason = super()._reason_against(weight, gather, other)
@@ -420,49 +407,29 @@ class _WithLabels:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         patch = self.__self__
-        method = patch.method
+        method, call = patch.method, patch.call
         arguments = Arguments(method, args, kwargs)
-        call = patch.call
         if arguments.ends_before_head:
             return arguments.call(patch.original(method.name))
-        labels, mtp = arguments.labels, call.config.mtp
         patch.blocks.check_recomputed()
-        block_labels = _DRAWN if call.draw is not None else call.target
-        if block_labels is not None:
-            block = "targets" if call.draw is None else "sample"
-            if not method.labels:
-                raise ValueError(
-                    f"inside PatchHandle.{block}: expected a model that takes labels, got "
-                    f"{method.lacking}"
-                )
-            if labels is not None and labels is not NOT_PASSED:
-                raise ValueError(
-                    f"inside PatchHandle.{block}: expected a call without {method.labels}"
-                )
-            arguments.labels = labels = block_labels
-            mtp = "off" if call.draw is not None else mtp
-        if labels is None and (block := call.needs_labels):
-            raise ValueError(
-                f"inside PatchHandle.{block}: expected a call with {method.labels}, got none; pass "
-                f"{method.labels}= or open PatchHandle.targets too"
-            )
+        labels, tokens = _take_labels(arguments, method, call), arguments[method.tokens]
         checked = call.config.check_labels and call.draw is None and call.rows is None
-        tokens = arguments[method.tokens]
         if checked:
             check_shifted(tokens, labels, call.config.ignore_index, name=method.labels)
-        if call.rows is not None and mtp == "keep" and mtp_layers(patch.model):
+        mtp = "off" if call.draw is not None else call.config.mtp
+        has_mtp = mtp_layers(patch.model) > 0
+        if call.rows is not None and mtp == "keep" and has_mtp:
             raise ValueError(
                 "rows: expected mtp='off' for a model with multi-token prediction, whose losses "
                 "are of whole sequences (PatchHandle.options(mtp='off'))"
             )
-        contexts = (arguments["inference_context"], arguments["inference_params"])
-        samples = any(x is not None and x is not NOT_PASSED for x in contexts)
+        samples = arguments.has("inference_context") or arguments.has("inference_params")
         running = ForwardState(labels, arguments["loss_mask"], samples=samples)
-        processor = arguments["output_processor"]
-        processed = processor is not None and processor is not NOT_PASSED
+        processed = arguments.has("output_processor")
         if processed:
+            processor = arguments["output_processor"]
             arguments["output_processor"] = functools.partial(_process, processor, running)
-        left_out = labels is not None and mtp == "off" and mtp_layers(patch.model) > 0
+        left_out = labels is not None and mtp == "off" and has_mtp
         if left_out and not arguments["mtp_in_postprocess"]:  # NOT_PASSED where there is none
             joined = arguments["hidden_states"]
             assert isinstance(joined, Tensor)
@@ -476,15 +443,32 @@ class _WithLabels:
             raise ValueError(f"check_labels: expected False for {method.unclear}")
         if processed:
             return output
+        patch.check_ended(call, running)
         if labels is None:
-            patch.check_lazy(call, running)
             return output
-        if labels is NOT_PASSED:
-            patch.check_asked(call, running)
-        else:
-            patch.check_reached(call, running)
         output = patch.blocks.recomputable(output)
         return attach_backward_hooks(output, patch.model, patch.layer)
+
+
+def _take_labels(arguments: Arguments, method: HeadMethod, call: Call) -> object:
+    """The call's labels, or what an open block has in their place, which the call then gets too."""
+    block = "targets" if call.draw is None else "sample"
+    in_their_place = call.target if call.draw is None else _DRAWN
+    if in_their_place is not None:
+        if not method.labels:
+            raise ValueError(
+                f"inside PatchHandle.{block}: expected a model that takes labels, got "
+                f"{method.lacking}"
+            )
+        if arguments.has(method.labels):
+            raise ValueError(f"inside PatchHandle.{block}: expected a call without {method.labels}")
+        arguments.labels = in_their_place
+    if arguments.labels is None and (block := call.needs_labels):
+        raise ValueError(
+            f"inside PatchHandle.{block}: expected a call with {method.labels}, got none; pass "
+            f"{method.labels}= or open PatchHandle.targets too"
+        )
+    return arguments.labels
 
 
 def _process(processor: object, running: ForwardState, **given: object) -> object:
