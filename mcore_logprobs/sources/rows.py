@@ -84,10 +84,11 @@ class RowSelection:
         own_padding = (mine < 0).unsqueeze(1)
         self._own_padding = _to_device(own_padding, device) if own_padding.any() else None
         padding, row_of_slot = row_of_slot < 0, row_of_slot.clamp(min=0)
-        token_of_slot = rows[row_of_slot] if tokens else row_of_slot
-        # [ranks * k], [ranks * k], [m], [m]; None: nothing is padded, or all is in order.
         self._padding = _to_device(padding, device) if padding.any() else None
-        self._per_slot = _to_device(token_of_slot, device) if tokens or ranks > 1 else None
+        # Indices, None where they would be 0, 1, 2, ...: [ranks * k] into per-token tensors, [m]
+        # into slots, and [m] into per-token tensors.
+        token_of_slot = rows[row_of_slot] if tokens else row_of_slot
+        self._token_of_slot = _to_device(token_of_slot, device) if tokens or ranks > 1 else None
         self._slot_of_row = None if ranks == 1 else _to_device(slot_of_row, device)
         self._token_of_row = _to_device(rows, device) if tokens else None
 
@@ -111,9 +112,9 @@ class RowSelection:
         Args:
             fill: what padding gets; None: a mask gets False, other tensors a value of theirs.
         """
-        if self._per_slot is None:
+        if self._token_of_slot is None:
             return per_token
-        selected = per_token.index_select(0, self._per_slot)
+        selected = per_token.index_select(0, self._token_of_slot)
         if fill is None and per_token.dtype == torch.bool:
             fill = False
         if self._padding is None or fill is None:
