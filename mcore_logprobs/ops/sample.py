@@ -18,12 +18,12 @@ from typing_extensions import Unpack
 from mcore_logprobs.checks import check_mask, check_seed, not_traced
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import ChunkAt, per_row, times_multiplier
-from mcore_logprobs.kernels.stats import StatsSpec, by_name
+from mcore_logprobs.kernels.stats import StatsSpec
 from mcore_logprobs.ops.driver import Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import RowStatistics
-from mcore_logprobs.ops.sampling import Filters
-from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
+from mcore_logprobs.ops.sampling import CutForward, Filters
+from mcore_logprobs.ops.sampling_cut import Cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
@@ -77,60 +77,42 @@ class Sample(Operation[Source]):
     differentiable = (False, False)
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
-        return _SampleForward(self.filters, source, tensors)
+        if self.filters.off:
+            return _SampleForward(source, tensors)
+        return _FilteredForward(self.filters, source, tensors)
 
 
 class _SampleForward(Forward):
-    def __init__(self, filters: Filters, source: Source, tensors: Tensors) -> None:
-        self._filters, self._source = filters, source
-        self._valid_mask, stream, self._greedy = tensors
-        self.reads = "blocks" if filters.off else "rows"
-        self._best = _Best(source, stream, self._greedy)
-        self._stats = RowStatistics(source, StatsSpec()) if filters.need_sum else None
-        self._chunks: list[ChunkAt] = []  # the tile's, where filters see whole rows
-        self._cuts: list[Cut] = []
+    def __init__(self, source: Source, tensors: Tensors) -> None:
+        self._multiplier = source.processing.multiplier
+        self._stats, self._best = RowStatistics(source, StatsSpec()), _Best(source, tensors)
 
     def see(self, placed: ChunkAt) -> None:
-        if self._stats is not None:
-            self._stats.see(placed)
-        if self._filters.off:
-            self._best.see(placed)
-        else:
-            self._chunks.append(placed)
-
-    def end_tile(self, tile: Tile, rows: slice) -> None:
-        source, local_sum = self._source, None
-        if self._filters.off:
-            return
-        if self._stats is not None:
-            local_sum = by_name(self._stats.spec.fields, self._stats.local[:, rows])["sum"]
-        opts = self._filters.options(source.shard, per_row(source.processing.temperature, rows))
-        valid_mask = self._valid_mask[rows]
-        no_target = torch.full_like(valid_mask, -1, dtype=torch.int64)
-        cut = find_cut(source, self._chunks, local_sum, no_target, valid_mask, opts)
-        for placed in self._chunks:
-            self._best.see(placed, _TileCut(rows.start, cut, opts))
-        self._chunks = []
-        self._cuts.append(cut)
+        self._stats.see(placed)
+        self._best.see(placed)
 
     def results(self) -> tuple[Results, Saved]:
-        source = self._source
-        if self._filters.off:
-            assert self._stats is not None
-            row_max, log_sum, *_ = self._stats.reduce()[0].softmax
-            ids, x = self._best.of_all_ranks()
-            logprobs = (x - row_max) * source.processing.multiplier - log_sum
-        else:
-            cut = Cut.join(self._cuts, source.acc_dtype, source.device)
-            ids, x = self._best.of_all_ranks()
-            multiplier = self._filters.options(
-                source.shard, source.processing.temperature
-            ).multiplier
-            logprobs = (x - cut.row_max) * multiplier - cut.log_sum
-        certain = self._greedy & logprobs.isfinite()
-        logprobs = torch.where(certain, 0.0, logprobs).to(source.acc_dtype)
-        valid_mask = self._valid_mask
-        return (torch.where(valid_mask, ids, 0), torch.where(valid_mask, logprobs, 0.0)), ()
+        row_max, log_sum, *_ = self._stats.reduce()[0].softmax
+        return self._best.of_all_ranks(row_max, log_sum, self._multiplier), ()
+
+
+class _FilteredForward(CutForward):
+    def __init__(self, filters: Filters, source: Source, tensors: Tensors) -> None:
+        stats = RowStatistics(source, StatsSpec()) if filters.need_sum else None
+        super().__init__(source, filters, stats)
+        self._best, self._valid_mask = _Best(source, tensors), tensors[0]
+
+    def end_tile(self, tile: Tile, rows: slice) -> None:
+        valid_mask = self._valid_mask[rows]
+        no_target = torch.full_like(valid_mask, -1, dtype=torch.int64)
+        chunks, cut, opts = self.cut_tile(rows, no_target, valid_mask)
+        for placed in chunks:
+            self._best.see(placed, _TileCut(rows.start, cut, opts))
+
+    def results(self) -> tuple[Results, Saved]:
+        cut, source = self.cut, self._source
+        opts = self._filters.options(source.shard, source.processing.temperature)
+        return self._best.of_all_ranks(cut.row_max, cut.log_sum, opts.multiplier), ()
 
 
 @dataclass(frozen=True)
@@ -158,12 +140,17 @@ def _tempered(x: Tensor, multiplier: float | Tensor) -> Tensor:
 
 
 class _Best:
-    """The largest score of each row on this rank, its global id and its logit."""
+    """The largest score of each row on this rank, its global id and its logit.
 
-    def __init__(self, source: Source, stream: Tensor, greedy: Tensor) -> None:
-        self._source, self._stream, self._greedy = source, stream, greedy
+    Args:
+        tensors: `Sample`'s.
+    """
+
+    def __init__(self, source: Source, tensors: Tensors) -> None:
+        self._source = source
+        self._valid_mask, self._stream, self._greedy = tensors
         # Score, id and logit, float64: ids are exact in it. All -inf: the first id of all.
-        self._found = stream.new_zeros(3, source.num_rows, dtype=torch.float64)
+        self._found = self._stream.new_zeros(3, source.num_rows, dtype=torch.float64)
         self._found[0] = self._found[2] = -torch.inf
 
     def see(self, placed: ChunkAt, kept: _TileCut | None = None) -> None:
@@ -189,11 +176,18 @@ class _Best:
             before = self._found[:, rows]
             before.copy_(torch.where(largest > before[0], new, before))
 
-    def of_all_ranks(self) -> tuple[Tensor, Tensor]:
-        """(global id, int64; its logit, float64) of each row's largest score. One all-gather."""
+    def of_all_ranks(
+        self, row_max: Tensor, log_sum: Tensor, multiplier: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(global id of each row's largest score, its log-probability). One all-gather."""
         everyone = all_gather_stack(self._found, self._source.shard.group)  # [ranks, 3, n]
         winner = everyone[:, 0].argmax(0, keepdim=True)
-        return everyone[:, 1].gather(0, winner)[0].long(), everyone[:, 2].gather(0, winner)[0]
+        ids, x = everyone[:, 1].gather(0, winner)[0].long(), everyone[:, 2].gather(0, winner)[0]
+        logprobs = (x - row_max) * multiplier - log_sum
+        certain = self._greedy & logprobs.isfinite()
+        logprobs = torch.where(certain, 0.0, logprobs).to(self._source.acc_dtype)
+        valid_mask = self._valid_mask
+        return torch.where(valid_mask, ids, 0), torch.where(valid_mask, logprobs, 0.0)
 
 
 def sample(

@@ -113,18 +113,20 @@ class Filtered(Operation[Source]):
         return _FilteredGradient(self, source, RowResults(*of_statistics), on_full, tensors, saved)
 
 
-class _FilteredForward(Forward):
+class CutForward(Forward):
+    """The forward over what filters keep: at a tile's end its rows are cut.
+
+    Args:
+        stats: of all columns, seen on the way; needed where their sums are.
+    """
+
     reads = "rows"
 
-    def __init__(self, operation: Filtered, source: Source, tensors: Tensors) -> None:
-        self._operation, self._source = operation, source
-        self._local_target, self._valid_mask = tensors
-        self._stats = None
-        if operation.full_spec is not None or operation.filters.need_sum:
-            spec, target = operation.full_spec or StatsSpec(), self._local_target
-            self._stats = RowStatistics(source, spec, target, valid_mask=self._valid_mask)
-        self._chunks: list[ChunkAt] = []
-        self._cuts: list[Cut] = []
+    def __init__(self, source: Source, filters: Filters, stats: RowStatistics | None) -> None:
+        assert stats is not None or not filters.need_sum
+        self._source, self._filters, self._stats = source, filters, stats
+        self._chunks: list[ChunkAt] = []  # the tile's
+        self._cuts: list[Cut] = []  # the tiles'
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
         if self._stats is not None:
@@ -135,19 +137,41 @@ class _FilteredForward(Forward):
         if self._stats is not None:
             self._stats.see(placed)
 
-    def end_tile(self, tile: Tile, rows: slice) -> None:
+    def cut_tile(
+        self, rows: slice, local_target: Tensor, valid_mask: Tensor
+    ) -> tuple[list[ChunkAt], Cut, FilterOptions]:
+        """The tile's chunks, its cut, and the filters of its rows."""
         local_sum, source = None, self._source
+        chunks, self._chunks = self._chunks, []
         if self._stats is not None:
             local_sum = by_name(self._stats.spec.fields, self._stats.local[:, rows])["sum"]
-        opts = self._operation.filters.options(
-            source.shard, per_row(source.processing.temperature, rows)
-        )
-        local_target, valid_mask = self._local_target[rows], self._valid_mask[rows]
-        self._cuts.append(find_cut(source, self._chunks, local_sum, local_target, valid_mask, opts))
-        self._chunks = []
+        temperature = per_row(source.processing.temperature, rows)
+        opts = self._filters.options(source.shard, temperature)
+        cut = find_cut(source, chunks, local_sum, local_target, valid_mask, opts)
+        self._cuts.append(cut)
+        return chunks, cut, opts
+
+    @property
+    def cut(self) -> Cut:
+        """All rows'."""
+        return Cut.join(self._cuts, self._source.acc_dtype, self._source.device)
+
+
+class _FilteredForward(CutForward):
+    def __init__(self, operation: Filtered, source: Source, tensors: Tensors) -> None:
+        self._operation = operation
+        self._local_target, self._valid_mask = tensors
+        spec, stats = operation.full_spec, None
+        if spec is not None or operation.filters.need_sum:
+            spec, target = spec or StatsSpec(), self._local_target
+            stats = RowStatistics(source, spec, target, valid_mask=self._valid_mask)
+        super().__init__(source, operation.filters, stats)
+
+    def end_tile(self, tile: Tile, rows: slice) -> None:
+        self.cut_tile(rows, self._local_target[rows], self._valid_mask[rows])
 
     def results(self) -> tuple[Results, Saved]:
-        cut = Cut.join(self._cuts, self._source.acc_dtype, self._source.device)
+        cut = self.cut
         results, softmax = RowResults(), None
         if self._operation.full_spec is not None:
             assert self._stats is not None
