@@ -11,7 +11,7 @@ gathered from all ranks: rows are walked tile by tile, and within a tile rank by
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -170,9 +170,7 @@ class HeadOptions:
 class Keeps(Protocol):
     """Chunks of logits that outlast the call: `sources.kept.KeptLogits`."""
 
-    def logits(
-        self, tile: HeadTile, columns: slice, out: Tensor | None
-    ) -> tuple[Tensor, bool] | None: ...
+    def chunk(self, tile: HeadTile, columns: slice, out: Tensor | None) -> Chunk | None: ...
 
 
 class HeadOperands:
@@ -331,11 +329,8 @@ class HeadTile:
         """
         head, options = self.head, self.head.options
         out = None if tile_logits is None else tile_logits[:, columns]
-        kept = None if head.kept is None else head.kept.logits(self, columns, out)
-        if kept is not None:
-            logits, lasting = kept
-            chunk = head.processing.chunk(logits, self.rows, columns)
-            return replace(chunk, lasting=True) if lasting else chunk
+        if head.kept is not None and (kept := head.kept.chunk(self, columns, out)) is not None:
+            return kept
         shape = self.hidden.shape[0], columns.stop - columns.start
         if out is None:
             logits = head.product(self.hidden, columns, head.buffer(*shape, options.logits_dtype))

@@ -17,13 +17,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.chunk import prefer_huge_pages, row_stride
+from mcore_logprobs.kernels.chunk import Chunk, prefer_huge_pages, row_stride
 from mcore_logprobs.sources.head_operands import HeadOperands, HeadTile
 
 logger = logging.getLogger("mcore_logprobs")
@@ -154,10 +154,8 @@ class KeptLogits:
         if tensors is not None:
             self.tensors[:] = tensors
 
-    def logits(
-        self, tile: HeadTile, columns: slice, out: Tensor | None
-    ) -> tuple[Tensor, bool] | None:
-        """(raw logits `[rows, columns]`, whether they are kept memory); None: not one of them.
+    def chunk(self, tile: HeadTile, columns: slice, out: Tensor | None) -> Chunk | None:
+        """The chunk of these columns; None: not one of those that are kept.
 
         Multiplied and kept at the first call, and read at later ones. Rounded logits are for the
         backward: a second pass of the forward multiplies again.
@@ -170,17 +168,21 @@ class KeptLogits:
             return None
         shape = tile.hidden.shape[0], columns.stop - columns.start
         if self._rounded:
-            return self._through_codes(tile, columns, out, number, shape), False
-        known, dtype = self.tensors[number], tile.head.options.logits_dtype
-        if known is None:
-            known = self.tensors[number] = self._new(tile.head, shape, dtype)
-            logits = _as_chunk(known, shape)
-            if out is None:
-                return tile.head.product(tile.hidden, columns, logits), True
-            logits.copy_(tile.head.product(tile.hidden, columns, out))
-            return out, False
-        logits = _as_chunk(known, shape)
-        return (logits, True) if out is None else (out.copy_(logits), False)
+            return self._through_codes(tile, columns, out, number, shape)
+        head, memory = tile.head, self.tensors[number]
+        is_new = memory is None
+        if memory is None:
+            memory = self.tensors[number] = self._new(head, shape, head.options.logits_dtype)
+        kept = _as_chunk(memory, shape)
+        if out is None:
+            if is_new:
+                head.product(tile.hidden, columns, kept)
+            return replace(head.processing.chunk(kept, tile.rows, columns), lasting=True)
+        if is_new:
+            kept.copy_(head.product(tile.hidden, columns, out))
+        else:
+            out.copy_(kept)
+        return head.processing.chunk(out, tile.rows, columns)
 
     def _through_codes(
         self,
@@ -189,25 +191,24 @@ class KeptLogits:
         out: Tensor | None,
         number: int,
         shape: tuple[int, int],
-    ) -> Tensor:
+    ) -> Chunk:
         head, at = tile.head, 2 * number
         logits = head.buffer(*shape, head.options.logits_dtype) if out is None else out
         size = head.rows_at_a_time(shape[1])
+        chunk = head.processing.chunk(logits, tile.rows, columns)
         if self._is_backward:
             codes, scale = self.tensors[at : at + 2]
             assert codes is not None
             assert scale is not None
             scale = scale.view(2, -1)
             head.backend.decode(_as_chunk(codes, shape), scale, out=logits, chunk_size=size)
-            return logits
-        chunk = head.processing.chunk(
-            head.product(tile.hidden, columns, logits), tile.rows, columns
-        )
+            return chunk
+        head.product(tile.hidden, columns, logits)
         if self.tensors[at] is None:
             codes = self._new(head, shape, torch.int16)
             scale = head.backend.encode(chunk, out=_as_chunk(codes, shape), chunk_size=size)
             self.tensors[at], self.tensors[at + 1] = codes, scale.flatten()
-        return chunk.logits
+        return chunk
 
     def _new(self, head: HeadOperands, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Memory of a chunk, 1-D."""
