@@ -222,11 +222,15 @@ def search_cut(rows: HardRows, total: Tensor) -> FoundCut:
     below it as -inf.
     """
     opts = rows.opts
+
+    def with_ties(value: Tensor, mass: Tensor) -> FoundCut:
+        every = torch.full(mass.shape, rows.shard.width, device=mass.device)
+        return FoundCut(value, rows.largest_below(value), mass, every)
+
     if opts.min_p is not None and opts.top_k is None:
         total = rows.total()
         if opts.top_p is None:
-            no_limit = torch.full(total.shape, rows.shard.width, device=total.device)
-            return FoundCut(rows.floor, rows.largest_below(rows.floor), total, no_limit)
+            return with_ties(rows.floor, total)
     keys = _Keys(rows.raw_dtype, rows.dtype)
     high = keys.of(rows.row_max)
     low = keys.of(torch.full_like(rows.row_max, -torch.inf)) - 1
@@ -235,10 +239,9 @@ def search_cut(rows: HardRows, total: Tensor) -> FoundCut:
         kth = _Search(rows, keys, limit, count=True).value(low, high)
         kth = torch.maximum(kth, rows.floor)
         mass, ties = rows.around(kth)
-        total = mass + _times(ties.sum(0), rows.weight_of(kth))
+        total = mass + ties.sum(0).double() * rows.weight_of(kth)
         if opts.top_p is None:
-            no_limit = torch.full_like(high, rows.shard.width)
-            return FoundCut(kth, rows.largest_below(kth), total, no_limit)
+            return with_ties(kth, total)
         low = keys.of(kth) - 1
     else:
         # V tokens below this logit have less mass than top_p leaves out: the cut is not there.
@@ -255,16 +258,13 @@ def search_cut(rows: HardRows, total: Tensor) -> FoundCut:
     kept = torch.minimum(kept, ties.sum(0).double()).long()
     mine = kept_on_rank(kept, ties, rows.shard.rank)
     following = torch.where(kept < ties.sum(0), value, rows.largest_below(value))
-    return FoundCut(value, following, mass + _times(kept, weight), rows.nth_tie(value, mine))
+    mass = mass + kept.double() * weight
+    return FoundCut(value, following, mass, rows.nth_tie(value, mine))
 
 
 def kept_on_rank(kept: Tensor, ties: Tensor, rank: int) -> Tensor:
     """How many of a rank's ties are among the first `kept` of all. `[n]`, `[ranks, n]` -> `[n]`."""
     return torch.minimum((kept - ties[:rank].sum(0)).clamp(min=0), ties[rank])
-
-
-def _times(count: Tensor, weight: Tensor) -> Tensor:
-    return count.double() * weight
 
 
 class _Interval(NamedTuple):
