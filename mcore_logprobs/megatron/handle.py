@@ -62,7 +62,7 @@ class PatchHandle:
         self, model: object, heads: list[tuple[HeadPatch, bool]], config: LogprobConfig
     ) -> None:
         self._model = model
-        self._owned = [head for head, is_new in heads if is_new]
+        self._owned = [head for head, is_ours in heads if is_ours]
         self._heads = {head: head.blocks for head, _ in heads}
         # A stage without a head has blocks of its own, to check arguments against.
         self._blocks = list(self._heads.values()) or [OpenBlocks(config)]

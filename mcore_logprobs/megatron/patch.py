@@ -113,10 +113,12 @@ def _patched(
         check_own_loss(language_model, settings)
         if not has_head(language_model):
             continue
-        present = patch_of(language_model)
-        lends = present is not None and present.can_lend and present.config != settings
-        if present is not None and present.config != settings and not lends:
-            theirs, ours = present.config.as_dict(), settings.as_dict()
+        head = patch_of(language_model)
+        is_ours = head is None or head.config != settings
+        if head is None:
+            head = HeadPatch(language_model, settings)
+        elif is_ours and not head.can_lend:
+            theirs, ours = head.config.as_dict(), settings.as_dict()
             differ = [k for k in ours if ours[k] != theirs[k]]
             raise ValueError(
                 f"{type(language_model).__name__} is patched already: expected "
@@ -125,10 +127,9 @@ def _patched(
                 + ", ".join(f"{k}={ours[k]!r}" for k in differ)
                 + "; call unpatch_model first"
             )
-        head = present or HeadPatch(language_model, settings)
         why = head.check(settings)
         reason = reason or why
-        heads.append((head, present is None or lends))
+        heads.append((head, is_ours))
     assert settings is not None
     if settings.fused == "require":
         for why in reasons_of(model, reason):
@@ -136,8 +137,8 @@ def _patched(
                 raise ValueError(f"fused='require', but {why}")
     changed = []
     try:
-        for head, is_new in heads:
-            if is_new:
+        for head, is_ours in heads:
+            if is_ours:
                 changed.append(head)
                 head.lend(settings) if head.installed else head.install()
                 say_padding(head.model, settings)
