@@ -371,20 +371,15 @@ class HeadPatch(DeferringHead):
             return lazy_mtp_loss(
                 labels, logits, call.config, tp_group=tp_group, loss_mask=running.loss_mask
             )
-        if not isinstance(logits, DeferredLogits):
-            check_gradient(logits, self.latest)
-        elif self.own_loss:
-            logits = logits.materialize()
-        elif (known := logits.computed()) is not None:
-            logits = known
         if isinstance(logits, DeferredLogits):
-            return mtp_loss(
-                labels,
-                logits,
-                call.config,
-                tp_group=tp_group,
-                loss_mask=running.loss_mask,
-            )
+            known = logits.materialize() if self.own_loss else logits.computed()
+            if known is None:
+                return mtp_loss(
+                    labels, logits, call.config, tp_group=tp_group, loss_mask=running.loss_mask
+                )
+            logits = known
+        else:
+            check_gradient(logits, self.latest)
         if main:
             require_fused(call.config, loss_reason(self.model), tp_group)
         return original(labels, logits, *args, **kwargs)
