@@ -71,15 +71,14 @@ class _Loss:
             )
         upstream, scale = RowResults(), None
         if self.backward:
-            statistics = [x for x in leaves if x is not None]
-            gradients = torch.autograd.grad(total, statistics, allow_unused=True)
+            by_name = {name: x for name, x in leaves._asdict().items() if x is not None}
+            gradients = torch.autograd.grad(total, list(by_name.values()), allow_unused=True)
             if all(grad is None for grad in gradients):
                 raise ValueError(
                     "loss_fn: the backward of the loss gives no gradient to the log-probabilities "
                     "or the entropy: an autograd function of its own returns None for them"
                 )
-            each = iter(gradients)
-            upstream = leaves.map(lambda x: next(each))
+            upstream = RowResults(**dict(zip(by_name, gradients, strict=True)))
             if self.slope is not None:
                 # The gradient of a logit by a row's log-probability is at most this, and by its
                 # entropy some times this.
