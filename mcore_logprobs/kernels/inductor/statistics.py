@@ -172,7 +172,8 @@ def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., o
     assert row_max is not None
     assert coef is not None
     logits, multiplier = chunk.logits, row_multipliers(chunk)
-    row = by_name(spec.coefficients, coef * multiplier)
+    scaled = coef * multiplier
+    row = by_name(spec.coefficients, scaled)
     asked = coef.any(0) | upstream.any(1)
     # The columns' entries are computed apart, from logits before anything is written over them, and
     # rounded once: near p = 1 one is the difference of two nearly equal numbers.
@@ -180,16 +181,9 @@ def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., o
     has_columns = columns[:, :1] >= 0
     columns = columns.clamp(min=0)
     at = torch.arange(columns.shape[0], device=logits.device).unsqueeze(1), columns
-    each = {name: values.unsqueeze(1) for name, values in row.items()}
-    shifted = (logits[at].float() - row_max.unsqueeze(1)).mul_(multiplier.unsqueeze(1))
-    shifted.clamp_(min=LOG_ZERO)
-    entries = shifted.exp()
-    factor = each["weight"]
-    if spec.entropy:
-        factor = factor + each["moment"] * shifted
-    if spec.sum_pi_squared:
-        factor = factor + each["squares"] * entries
-    entries = entries * factor + upstream * multiplier.unsqueeze(1)
+    difference = logits[at].float() - row_max.unsqueeze(1)
+    entries = reference.distribution_gradient(difference, multiplier, scaled.unsqueeze(-1), spec)
+    entries += upstream * multiplier.unsqueeze(1)
     entries = torch.where(asked.unsqueeze(1), entries, 0.0).to(out.dtype)
 
     source, result = logits[:, : chunk.valid], out[:, : chunk.valid]
