@@ -409,3 +409,15 @@ def test_rows_that_are_not_asked_for_cost_no_product() -> None:
         ours.vocab_parallel_logprobs(logits, torch.arange(4)).sum().backward()
     assert len(rows) == 4
     assert max(rows) <= V
+
+
+@pytest.mark.parametrize("by", [2.0, torch.full((S, B, 1), 2.0)], ids=["number", "tensor"])
+def test_an_expanded_view_is_not_written_to(by: float | Tensor) -> None:
+    """It has as many places as there are rows, and is none but some of them."""
+    tensors, target = head(), torch.ones(S, B, dtype=torch.int64)
+    logits = lazy_logits(**tensors)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        logits[:1].expand(S, B, V).div_(by)
+    real = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    expected = ours.vocab_parallel_logprobs(real, target)
+    torch.testing.assert_close(ours.vocab_parallel_logprobs(logits, target), expected)

@@ -320,6 +320,11 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
     if is_in_place(name):
         if view.columns is not None:
             return NOT  # the other columns of the same memory are not scaled
+        places = view.places
+        if any(
+            n > 1 and not stride for n, stride in zip(places.shape, places.stride(), strict=True)
+        ):
+            return NOT  # torch refuses to write to an expanded tensor, of real logits
         if view.rows.read_by_function or (handle.requires_grad and not torch.is_grad_enabled()):
             return NOT  # one gradient without the scale, another with it
         view.rows.divide_(view.places, divisor)
