@@ -232,14 +232,14 @@ class LogprobConfig(SuggestsFields):
         (`logits_dtype: bfloat16`). Requires PyYAML.
 
         Raises:
-            ValueError: with the path, no YAML, not a mapping, an unknown key, or a value that its
-                field does not accept.
+            ValueError: with the path, no YAML, not a mapping, an unknown key, a key that stands
+                twice, or a value that its field does not accept.
             ImportError: PyYAML is not installed.
         """
         yaml = _yaml("from_yaml")
         try:
             with open(path, encoding="utf-8") as file:
-                document = yaml.safe_load(file)
+                document = yaml.load(file, unique_keys(yaml))
             if isinstance(document, Mapping) and YAML_SECTION in document:
                 document = document[YAML_SECTION]
             elif isinstance(document, Mapping):
@@ -340,6 +340,27 @@ def _yaml(method: str) -> ModuleType:
             f"LogprobConfig.{method}: expected PyYAML to be installed: pip install pyyaml"
         ) from error
     return yaml
+
+
+def unique_keys(yaml: ModuleType) -> type:
+    """PyYAML's safe loader, which takes the last of a mapping's values for one key in silence; here
+    a key that stands twice is an error with its line.
+    """
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        def construct_mapping(self, node: Any, deep: bool = False) -> object:
+            found: set[tuple[str, str]] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
+                    if (key.tag, key.value) in found:
+                        line = key.start_mark.line + 1
+                        raise ValueError(
+                            f"line {line}: expected each key once, got {key.value!r} again"
+                        )
+                    found.add((key.tag, key.value))
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def _similar(key: str, known: Iterable[str]) -> list[str]:

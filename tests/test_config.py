@@ -359,6 +359,21 @@ def test_unknown_key_lists_known_ones_and_suggests(tmp_path) -> None:
         LogprobConfig.from_yaml(path)
 
 
+def test_a_key_that_stands_twice_is_refused(tmp_path) -> None:
+    path = tmp_path / "config.yaml"
+    section = "mcore_logprobs:\n  temperature: 0.7\n"
+    for twice, text, line in (
+        ("temperature", f"{section}  temperature: 1.0\n", 3),
+        ("mcore_logprobs", f"{section}other: 1\n{section}", 4),
+    ):
+        path.write_text(text)
+        words = f"{path}: line {line}: expected each key once, got '{twice}' again"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            LogprobConfig.from_yaml(path)
+    path.write_text(f"base: &base {{temperature: 0.5, softcap: 3.0}}\n{section}  <<: *base\n")
+    assert LogprobConfig.from_yaml(path) == LogprobConfig(temperature=0.7, softcap=3.0)
+
+
 @pytest.mark.parametrize(
     "text", ["mcore_logprob:\n  temperature: 0.7\n", "a: 1\nmcore-logprobs:\n"]
 )

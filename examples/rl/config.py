@@ -17,6 +17,7 @@ from typing import Any, get_origin, get_type_hints
 import yaml
 
 from mcore_logprobs import LogprobConfig
+from mcore_logprobs.config import unique_keys
 from mcore_logprobs.losses import OBJECTIVES, RegularizedLoss, WeightedLoss
 
 
@@ -177,8 +178,8 @@ def load_config(path: str | Path) -> RunConfig:
     if not path.is_file():
         raise SetupError(f"config file {path} does not exist")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(path.read_text(encoding="utf-8"), unique_keys(yaml)) or {}
+    except (yaml.YAMLError, ValueError) as error:
         raise SetupError(f"{path} is not valid YAML: {error}") from None
     config = from_dict(RunConfig, values, where=str(path))
     return config if "name" in values else dataclasses.replace(config, name=path.stem)

@@ -160,6 +160,9 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     with pytest.raises(SetupError, match="not valid YAML"):
         load_config(tmp_path / "latin.yaml")
+    (tmp_path / "twice.yaml").write_text("steps: 1\nsteps: 2\n")
+    with pytest.raises(SetupError, match="each key once, got 'steps' again"):
+        load_config(tmp_path / "twice.yaml")
 
 
 def test_command_line_wins() -> None:
