@@ -22,6 +22,7 @@ from mcore_logprobs.megatron.ddp import accumulated
 from tests.megatron import test_lora, test_peft
 from tests.megatron.common import VOCAB, loss_of, make_batch, megatron, relative, tiny_config
 
+AUTOCAST = ("autocast", "tied and autocast")
 ORDERS = [("labels", "labels"), ("labels", "logits"), ("logits", "labels")]
 
 
@@ -48,34 +49,38 @@ def apex() -> Iterator[None]:
 def build(head: str, tp: int) -> Any:
     if head == "bridge":
         return test_lora.build(tp, gradient_accumulation_fusion=True)
-    if head == "autocast":
+    if head in AUTOCAST:
         config = tiny_config(tp, gradient_accumulation_fusion=True)
-        return mm.build_gpt_model(config, vocab_size=VOCAB, tied=False)
-    names = ("first",) if head == "peft" else ("first", "second")
-    model = test_peft.build(tp, names=names)
+        return mm.build_gpt_model(config, vocab_size=VOCAB, tied=head == "tied and autocast")
+    names = ("first", "second") if head == "two adapters" else ("first",)
+    model = test_peft.build(tp, names=names, sequence_parallel="parallel" in head)
     for _, layer in model.output_layer.lora_B.items():
         layer.gradient_accumulation_fusion = True
     return model
 
 
 def main_grads(
-    head: str, tp: int, how: tuple[str, ...], settings: dict[str, Any]
+    head: str, how: tuple[str, ...], settings: dict[str, Any], overlap: bool = False
 ) -> dict[str, float]:
     """How far main_grad of the head's parameters is from the unpatched model's."""
+    tp = torch.distributed.get_world_size()
     with megatron(tp=tp) as parallel_state, apex():
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
+            finalize_model_grads,
         )
 
         model = build(head, tp)
-        ddp = DistributedDataParallel(
-            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
         )
+        ddp = DistributedDataParallel(model.config, config, model)
+        of_head = "embedding.word" if head == "tied and autocast" else "output_layer."
         marked = [
             (name, p)
             for name, p in model.named_parameters()
-            if p.requires_grad and name.startswith("output_layer.")
+            if p.requires_grad and name.startswith(of_head)
         ]
 
         def losses(kind: str, batch: dict[str, Any]) -> Tensor:
@@ -92,14 +97,19 @@ def main_grads(
             ddp.zero_grad_buffer()
             for seed, kind in enumerate(how):
                 batch = make_batch(parallel_state, seed=seed)
-                with torch.autocast("cpu", torch.bfloat16, enabled=head == "autocast"):
+                not_last = overlap and seed + 1 < len(how)
+                with (
+                    torch.autocast("cpu", torch.bfloat16, enabled=head in AUTOCAST),
+                    ddp.no_sync() if not_last else contextlib.nullcontext(),
+                ):
                     losses(kind, batch).backward()
+            finalize_model_grads([ddp])  # A under sequence parallelism is summed over TP
             return {name: p.main_grad.clone() for name, p in marked}
 
         expected = accumulate()
         with patch_model(ddp, LogprobConfig(**settings)):
             found = accumulate()
-        assert len(marked) >= (1 if head == "autocast" else 2)
+        assert len(marked) >= (1 if head in AUTOCAST else 2)
         assert all(grad.any() for grad in expected.values())
         return {name: relative(found[name], grad) for name, grad in expected.items()}
 
@@ -115,18 +125,27 @@ def test_the_flag_of_a_layer(flag: str) -> None:
     assert accumulated(types.SimpleNamespace(**{flag: False}), weight) is weight
 
 
-@pytest.mark.parametrize("head", ["bridge", "peft", "two adapters", "autocast"])
+HEADS = ["bridge", "peft", "peft, sequence parallel", "two adapters", *AUTOCAST]
+
+
+def check(head: str, ranks: Any, *how: Any) -> None:
+    for errors in ranks(1 if head in AUTOCAST else 2).run(main_grads, head, *how):
+        # Unpatched, autocast rounds the logits and their gradients to bfloat16.
+        assert max(errors.values()) < (1e-2 if head in AUTOCAST else 1e-5), errors
+
+
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("order", ORDERS, ids=" then ".join)
 def test_a_layer_s_own_call_in_the_same_step(ranks: Any, head: str, order: Any) -> None:
-    tp = 1 if head == "autocast" else 2
-    for errors in ranks(tp).run(main_grads, head, tp, order, {}):
-        # Unpatched, autocast rounds the logits and their gradients to bfloat16.
-        assert max(errors.values()) < (1e-2 if head == "autocast" else 1e-5), errors
+    check(head, ranks, order, {})
 
 
-@pytest.mark.parametrize("head", ["bridge", "peft", "autocast"])
+@pytest.mark.parametrize("head", HEADS)
+def test_with_reductions_that_overlap(ranks: Any, head: str) -> None:
+    check(head, ranks, ("labels", "logits", "labels"), {}, True)
+
+
+@pytest.mark.parametrize("head", HEADS)
 def test_two_consumers_of_lazy_logits(ranks: Any, head: str) -> None:
     """One has them from hidden states, the other from the layer's own call."""
-    tp = 1 if head == "autocast" else 2
-    for errors in ranks(tp).run(main_grads, head, tp, ("both",), {"logits": "lazy"}):
-        assert max(errors.values()) < (1e-2 if head == "autocast" else 1e-5), errors
+    check(head, ranks, ("both",), {"logits": "lazy"})
