@@ -99,7 +99,7 @@ class HeadPatch(DeferringHead):
         self.config, self.report = config, self._report_for(config)
         self.installed = False
         self.automatic: bool | str = False
-        self._lent: LogprobConfig | None = None
+        self._lent: tuple[LogprobConfig, OpenBlocks] | None = None  # the automatic patch's
         self._replaced: list[tuple[bool, str]] = []  # whether of the model or the layer, and name
         self._before: dict[tuple[bool, str], Any] = {}  # instance attributes that were there
         self.blocks = OpenBlocks(config)
@@ -129,7 +129,7 @@ class HeadPatch(DeferringHead):
 
     def lend(self, config: LogprobConfig) -> None:
         """Serve other settings until the next `remove`."""
-        self._lent = self.config
+        self._lent = self.config, self.blocks
         self._settle(config)
 
     def serves(self, blocks: OpenBlocks) -> bool:
@@ -208,8 +208,9 @@ class HeadPatch(DeferringHead):
 
     def remove(self) -> None:
         if self._lent is not None:
-            self._settle(self._lent)
-            self._lent = None
+            config, blocks = self._lent
+            self._settle(config)
+            self.blocks, self._lent = blocks, None  # with what is open in them
             return
         for of_model, name in reversed(self._replaced):
             owner = self._owner(of_model)

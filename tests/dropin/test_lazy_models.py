@@ -117,6 +117,35 @@ def test_the_end_of_a_patch_in_its_place(ranks: Any) -> None:
     ranks(1).run(a_handle_s_end)
 
 
+def a_block_outlives_a_stand_in() -> None:
+    """What a handle on the automatic patch has open is there again when another's place ends."""
+    with megatron() as parallel_state:
+        batch = make_batch(parallel_state)
+        call = {**batch["inputs"], "labels": batch["labels"]}
+        off = lazy_models.lazy_models("auto")
+        try:
+            model = built()
+            model(**batch["inputs"])
+            patch: Any = patch_of(model)
+            handle = ours.patch_model(model, patch.config)
+            plain = model(**call)
+            with handle.options(temperature=2.0):
+                before = model(**call)
+                with ours.patch_model(model, ours.LogprobConfig(entropy=True)):
+                    assert not handle.active
+                    assert model(**call).entropy is not None
+                assert torch.equal(model(**call), before)
+                assert not torch.equal(plain, before)
+            assert handle.active
+            assert torch.equal(model(**call), plain)
+        finally:
+            off()
+
+
+def test_a_block_outlives_a_patch_in_its_place(ranks: Any) -> None:
+    ranks(1).run(a_block_outlives_a_stand_in)
+
+
 def a_refused_patch() -> None:
     """One that cannot take the automatic one's place changes nothing."""
     with megatron() as parallel_state:
