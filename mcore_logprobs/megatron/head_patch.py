@@ -37,7 +37,12 @@ from mcore_logprobs.megatron.heads import (
     unseen_reason,
 )
 from mcore_logprobs.megatron.lazy import lazy_logits, lazy_reason
-from mcore_logprobs.megatron.mtp import mtp_layers, of_main_head, without_mtp
+from mcore_logprobs.megatron.mtp import (
+    check_not_counted,
+    mtp_layers,
+    of_main_head,
+    without_mtp,
+)
 from mcore_logprobs.megatron.open_blocks import OpenBlocks
 from mcore_logprobs.megatron.schedule_plan import carry_stats
 from mcore_logprobs.ops.token_stats import TokenStats
@@ -426,6 +431,8 @@ class _WithLabels:
             processor = arguments["output_processor"]
             arguments["output_processor"] = functools.partial(_process, processor, running)
         left_out = labels is not None and mtp == "off" and has_mtp
+        if left_out:
+            check_not_counted(patch.layer)
         if left_out and not arguments["mtp_in_postprocess"]:  # NOT_PASSED where there is none
             joined = arguments["hidden_states"]
             assert isinstance(joined, Tensor)

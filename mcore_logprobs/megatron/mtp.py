@@ -27,6 +27,24 @@ def of_main_head(model: nn.Module, hidden_states: Tensor) -> Tensor:
     return torch.chunk(hidden_states, 1 + mtp_layers(model), dim=0)[0]
 
 
+# Its hook on the output layer takes every (1 + mtp_num_layers)-th call for the main head's.
+_LOGITS_SAVER = "megatron.training.distillation.logits_saver"
+
+
+def check_not_counted(layer: nn.Module) -> None:
+    """For a call that leaves the MTP heads out.
+
+    Raises:
+        ValueError: Megatron's `--logits-save-dir` counts the output layer's calls.
+    """
+    counted = (getattr(hook, "__module__", "") for hook in layer._forward_hooks.values())
+    if layer.training and _LOGITS_SAVER in counted:
+        raise ValueError(
+            "mtp: expected 'keep' with Megatron's --logits-save-dir, whose hook on the output "
+            "layer counts the calls of the MTP heads, got 'off'"
+        )
+
+
 @contextlib.contextmanager
 def without_mtp(model: nn.Module) -> Iterator[None]:
     """While open, `model` has no multi-token prediction: its layers pass hidden states through."""

@@ -14,6 +14,7 @@ import torch
 
 from mcore_logprobs.config import LogprobConfig, add_logprob_args
 from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.cpu_megatron.training import cpu_training
 from mcore_logprobs.megatron import (
     has_output_processor,
     logprob_output_processor,
@@ -258,6 +259,41 @@ def test_mtp_acceptance_counts(ranks, tp):
     ranks(tp).run(mtp_without_labels, tp)
 
 
+def saved_logits() -> None:
+    """Of `--logits-save-dir`: which calls its hook takes for the main head's."""
+    with cpu_training():
+        from megatron.training.distillation.logits_saver import LogitsSaverHooks
+    with megatron() as parallel_state, pytest.MonkeyPatch.context() as replaced:
+        taken: list[torch.Tensor] = []
+        replaced.setattr(
+            LogitsSaverHooks, "_process_single_microbatch", lambda _, x: taken.append(x)
+        )
+        saver = LogitsSaverHooks.__new__(LogitsSaverHooks)  # its __init__ reads the command line
+        saver._mtp_num_layers, saver._curr_mtp_passes = 1, 0
+        saver._hook_handles, saver._loss_overrides, saver._accumulated_results = [], [], []
+        module = sys.modules[LogitsSaverHooks.__module__]
+        replaced.setattr(module, "get_num_microbatches", lambda: 1)
+        model = build(parallel_state, 1, False, False, mtp_num_layers=1)
+        batch = make_batch(parallel_state)
+        call = {**batch["inputs"], "labels": batch["labels"]}
+        saver.attach_hooks(model)
+        model(**call)
+        (expected,) = taken
+        with patch_gpt_model(model, LogprobConfig(output="loss")) as handle:
+            model(**call)
+            assert torch.equal(taken[1], expected)
+            with handle.options(mtp="off"):
+                with pytest.raises(ValueError, match="mtp: expected 'keep' with"):
+                    model(**call)
+                model.eval()  # in which it takes nothing
+                model(**call)
+                assert len(taken) == 2
+
+
+def test_calls_that_megatron_s_saver_of_logits_counts(ranks):
+    ranks(1).run(saved_logits)
+
+
 @pytest.mark.parametrize(
     ("layout", "packed"), [({}, False), ({"tp": 2}, False), ({"cp": 2}, False), ({"cp": 2}, True)]
 )
@@ -303,6 +339,7 @@ def test_megatron_bridge_s_pre_wrap_hook(distribution: str, version: str) -> Non
     import torch
     import mcore_logprobs as ml
     from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.cpu_megatron.training import cpu_training
     from mcore_logprobs.cpu_megatron.training import cpu_training
     from tests.megatron.common import VOCAB, make_batch, relative, tiny_config
 
