@@ -7,6 +7,7 @@ metadata. `mcore_logprobs/config.py` makes its docstring, its flags and its read
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import numbers
 import operator
 import re
@@ -236,9 +237,10 @@ def documented(cls: _Class) -> _Class:
     lines = []
     for name, setting in settings_of(cls).items():
         text = f"{name}: {setting.help} Default: {default_of(cls, name)!r}."
-        lines += textwrap.wrap(text, 96, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        lines += textwrap.wrap(text, 92, initial_indent=" " * 4, subsequent_indent=" " * 8)
     if cls.__doc__:  # None under python -OO
-        cls.__doc__ = cls.__doc__.replace("{fields}", "\n".join(lines).lstrip())
+        doc = inspect.cleandoc(cls.__doc__)  # as Python 3.13 has it already
+        cls.__doc__ = doc.replace("{fields}", "\n".join(lines).lstrip())
     return cls
 
 

@@ -169,7 +169,8 @@ def shared_keywords(
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         if call.__doc__:  # None under python -OO
-            call.__doc__ = call.__doc__.replace("{shared}", _texts(names))
+            doc = inspect.cleandoc(call.__doc__)  # as Python 3.13 has it already
+            call.__doc__ = doc.replace("{shared}", _texts(names))
         return call  # type: ignore[return-value]
 
     return decorate
@@ -187,7 +188,7 @@ def _bound(
 def _texts(names: tuple[str, ...]) -> str:
     lines = [
         textwrap.fill(
-            f"{name}: {DOCS[name]}", 96, initial_indent=" " * 8, subsequent_indent=" " * 12
+            f"{name}: {DOCS[name]}", 92, initial_indent=" " * 4, subsequent_indent=" " * 8
         )
         for name in names
     ]
