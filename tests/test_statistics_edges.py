@@ -375,3 +375,24 @@ def test_one_row_may_have_any_stride():
     (grad,) = torch.autograd.grad(values, whole, upstream)
     expected = (whole * 2).log_softmax(-1)[:, 3]
     torch.testing.assert_close(grad, torch.autograd.grad(expected, whole, upstream)[0])
+
+
+def strides_of_gradients() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(of logits, of their gradient) for three orders of the leading dimensions in memory."""
+    found = []
+    for order in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
+        seen: list[Tensor] = []
+        logits = (torch.randn(2, 3, 5, 8, requires_grad=True) * 1.0).permute(*order, 3)
+        logits.register_hook(seen.append)
+        target = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+        vocab_parallel_logprobs(logits, target, tp_group=world_group()).sum().backward()
+        found.append((logits.stride(), seen[0].stride()))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_gradient_lies_as_the_logits_do(ranks, world: int) -> None:
+    """Else the operation that made the logits would copy it."""
+    for found in ranks(world).run(strides_of_gradients):
+        for logits, gradient in found:
+            assert gradient == logits

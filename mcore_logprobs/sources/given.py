@@ -49,10 +49,12 @@ class GivenOptions:
     """How a tensor of logits `[..., V/TP]` is read; holds no tensor, so that autograd can keep it.
 
     Attributes:
-        order: the leading dimensions as they lie in memory, outermost first: the order of rows.
-            A saved-tensor hook may give the logits back with other strides.
-        unjoined: `_unjoined_dims` of the logits in this order, for torch.compile, which knows no
-            strides in a backward.
+        order: the leading dimensions in the order of rows, outermost first: as they lie in memory,
+            on several TP ranks as they come. What these exchange by rows is of the same tokens, and
+            each may have its logits with other strides.
+        layout, unjoined: for torch.compile, which knows no strides in a backward (a saved-tensor
+            hook may give the logits back with others): the leading dimensions as they lie in
+            memory, outermost first, and `_unjoined_dims` of the logits in the order of rows.
         logit_scale, softcap: how logits are processed.
         temperature: a number, where tokens do not have their own.
         chunk_size: rows at a time where a backend makes float32 copies; None: from a budget.
@@ -64,6 +66,7 @@ class GivenOptions:
     shard: VocabShard
     batch_shape: torch.Size
     order: tuple[int, ...]
+    layout: tuple[int, ...]
     unjoined: int
     logit_scale: float
     softcap: float | None
@@ -122,12 +125,20 @@ class GivenLogits:
         # 2-D views that cover the rows as they are walked.
         self._views = [logits]
         if len(self.batch_shape) != 1:
-            ordered, unjoined = self._ordered(logits), options.unjoined
-            if not torch.compiler.is_compiling():  # strides may be others than the forward's
-                unjoined = _unjoined_dims(ordered)
-            self._views = _collapse(ordered, unjoined)
+            self._views = self.views_of(logits, options.unjoined)
 
     # ---- the order of rows ----
+
+    def views_of(self, x: Tensor, unjoined: int) -> list[Tensor]:
+        """2-D views of `[*batch_shape, v]` that cover the rows as they are walked.
+
+        Args:
+            unjoined: of it in the order of rows, for torch.compile.
+        """
+        ordered = self._ordered(x)
+        if not torch.compiler.is_compiling():
+            unjoined = _unjoined_dims(ordered)
+        return _collapse(ordered, unjoined)
 
     def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
         dims = len(self.batch_shape)
@@ -147,8 +158,7 @@ class GivenLogits:
         walked = per_row.reshape((*(self.batch_shape[dim] for dim in order), *per_row.shape[1:]))
         if self._in_order:
             return walked
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        return walked.permute((*inverse, *range(len(order), walked.dim())))
+        return walked.permute((*_inverse(order), *range(len(order), walked.dim())))
 
     def in_order(self, order: tuple[int, ...]) -> GivenLogits:
         """These logits with rows in another order, as `GivenOptions.order` has it."""
@@ -227,9 +237,12 @@ class GivenLogits:
 
     def _raw_logits(self, entries: LogitIndices) -> Tensor:
         """`[e]` in the accumulation dtype; any value where the column is -1."""
-        at = _coordinates(self._token(entries.row), self.batch_shape)
-        where: Any = (*at, entries.column.clamp(min=0))
+        where: Any = (*self.coordinates(entries.row), entries.column.clamp(min=0))
         return self.logits[where].to(self.acc_dtype)
+
+    def coordinates(self, row: Tensor) -> tuple[Tensor, ...]:
+        """An index for each leading dimension, of rows `[n]`."""
+        return _coordinates(self._token(row), self.batch_shape)
 
     def _token(self, row: Tensor) -> Tensor:
         """The flat index of the token of each row."""
@@ -310,12 +323,14 @@ def given_logits(
         added = vocab_bias(logit_bias, disallowed_ids, shard, device, acc_dtype(logits.dtype))
     if inplace_backward:
         _check_inplace_backward(logits)
-    many = len(lead) > 1
-    order = _outermost_first(logits.stride()[:-1]) if many else tuple(range(len(lead)))
+    many, as_they_come = len(lead) > 1, tuple(range(len(lead)))
+    layout = _outermost_first(logits.stride()[:-1]) if many else as_they_come
+    order = layout if shard.tp_size == 1 else as_they_come
     options = GivenOptions(
         shard=shard,
         batch_shape=lead,
         order=order,
+        layout=layout,
         unjoined=_unjoined_dims(logits.permute(*order, -1)) if many else 0,
         logit_scale=float(logit_scale),
         softcap=softcap,
@@ -362,15 +377,43 @@ class GivenGradient:
 
     def __init__(self, source: GivenLogits) -> None:
         self._source = source
-        self._over = source.options.inplace_backward
-        self._flat = source.logits
-        if not self._over:
-            shape = (source.num_rows, source.logits.shape[-1])
-            self._flat = prefer_huge_pages(source.logits.new_empty(shape))
+        self._over, self._gradient = source.options.inplace_backward, source.logits
+        self._views: list[Tensor] = []
+        if self._over:
+            return
+        (*batch, width), many = source.logits.shape, len(source.batch_shape) != 1
+        # As the logits lie: where they are a view, as of a transposed tensor, no copy is needed.
+        layout = source.options.layout
+        if many and not torch.compiler.is_compiling():
+            layout = _outermost_first(source.logits.stride()[:-1])
+        memory = source.logits.new_empty((*(batch[dim] for dim in layout), width))
+        self._gradient = prefer_huge_pages(memory)
+        self._views = [self._gradient]
+        if many:
+            self._gradient = memory.permute((*_inverse(layout), -1))
+            self._views = source.views_of(self._gradient, source.options.unjoined)
 
     def collect(self, tile: GivenLogits, placed: ChunkAt, write: Write) -> None:
-        out = placed.chunk.logits if self._over else self._flat[placed.rows, placed.columns]
-        write(placed, out)
+        if self._over:
+            write(placed, placed.chunk.logits)
+        elif len(self._views) == 1:
+            write(placed, self._views[0][placed.rows, placed.columns])
+        else:
+            self._collect_in_views(placed, write)
+
+    def _collect_in_views(self, placed: ChunkAt, write: Write) -> None:
+        """Straight into the view that has all of the rows, if one has."""
+        rows, columns, first = placed.rows, placed.columns, 0
+        for view in self._views:
+            if first <= rows.start and rows.stop <= first + view.shape[0]:
+                write(placed, view[rows.start - first : rows.stop - first, columns])
+                return
+            first += view.shape[0]
+        part = torch.empty_like(placed.chunk.logits)
+        write(placed, part)
+        row = torch.arange(rows.start, rows.stop, device=part.device)
+        where: Any = (*self._source.coordinates(row), columns)
+        self._gradient[where] = part
 
     def scaled_by(self, scale: Tensor) -> None:
         raise NotImplementedError  # the logits are no product: nothing is collected in the forward
@@ -380,15 +423,18 @@ class GivenGradient:
         source, (row, column) = self._source, entries
         raw_logits = partial(source._raw_logits, entries)
         _, on_raw = entry_gradients(upstream, entries, raw_logits, source.processing)
-        self._flat.zero_()
-        at = (row, column.clamp(min=0))
-        self._flat.index_put_(at, on_raw.to(self._flat.dtype), accumulate=True)
+        at = (*source.coordinates(row), column.clamp(min=0))
+        self._gradient.zero_().index_put_(at, on_raw.to(self._gradient.dtype), accumulate=True)
 
     def end_tile(self, tile: GivenLogits) -> None:
         pass
 
     def finish(self) -> tuple[Tensor]:
-        return (self._flat if self._over else self._source.to_token_order(self._flat),)
+        return (self._gradient,)
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _coordinates(flat: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:

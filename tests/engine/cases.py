@@ -59,7 +59,10 @@ AXES: dict[str, Sequence[Any]] = {
     "tp": (1, 2, 3),
     "lead": ("[s, b]", "[n]"),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
-    "layout": ("contiguous", "transposed", "wider rows", "every second row", "vocabulary first"),
+    "layout": (
+        *("contiguous", "transposed", "wider rows", "every second row", "vocabulary first"),
+        "each rank's own",
+    ),
     "hooks": ("none", "row-major", "column-major", "clone"),
     "checkpoint": ("none", "reentrant", "non-reentrant"),
     "autocast": (False, True),
@@ -124,7 +127,9 @@ def _is_flat(s: Get) -> bool:
 
 # Settings that do not go together, and why.
 CONFLICTS: dict[str, Callable[[Get, Subject], Any]] = {
-    "one dimension is not transposed": lambda s, op: _is_flat(s) and s("layout") == "transposed",
+    "one dimension is not transposed": (
+        lambda s, op: _is_flat(s) and s("layout") in ("transposed", "each rank's own")
+    ),
     "one dimension has no sequences": (
         lambda s, op: _is_flat(s) and s("temperature") == "sequence"
     ),

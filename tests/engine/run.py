@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
     "vocabulary first": (lambda x: x.movedim(-1, 0).contiguous(), lambda x: x.movedim(0, -1)),
     "negative bit": (Tensor.neg, torch._neg_view),
 }
+_OF_RANKS = ("transposed", "contiguous", "every second row")  # "each rank's own"
 
 
 def _column_major(x: Tensor) -> Tensor:
@@ -92,6 +93,8 @@ def place(case: Case, problem: Problem) -> Placed:
     leaves, of_leaf = {}, {}
     for name, x in problem.head.items():
         layout = s["layout"] if name in ("logits", "hidden") else "contiguous"
+        if layout == "each rank's own":
+            layout = _OF_RANKS[dist.get_rank(_group) if s["tp"] > 1 else 0]
         if case.source == "hidden" and s["layout"] == "vocabulary first":  # the weight's, then
             layout = "contiguous"
         store, of_leaf[name] = LAYOUTS[layout]
