@@ -4,8 +4,9 @@ Two mistakes give wrong results without any error. With uneven shards, `rank * w
 rank's columns begin. With `sequence_parallel=True` forgotten, each rank has other tokens. So at the
 first call of an operation with a width on a group each rank posts in the group's key-value store,
 and compares with the others: its width, its options (a temperature, a top k), a hash of each
-integer tensor (targets, ids, rows, masks), and without sequence parallelism a few values of the
-hidden states, which may differ by rounding.
+integer tensor (targets, ids, rows, masks) and of a temperature for each token, whether sums are in
+float64, and without sequence parallelism a few values of the hidden states, which may differ by
+rounding.
 No collective is made. The first call waits for the device; later calls look in a set. Under
 `torch.compile` and in a CUDA graph's capture no values are compared.
 
@@ -53,6 +54,7 @@ from mcore_logprobs.collectives import (
     take_back_reason,
 )
 from mcore_logprobs.groups import group_rank, group_size
+from mcore_logprobs.kernels.chunk import acc_dtype
 
 VARIABLE = "MCORE_LOGPROBS_CHECK"
 
@@ -209,7 +211,8 @@ class _Posted:
         width: columns of its shard; None over a CP or data-parallel group.
         refused: why it makes no such call, or nothing.
         options: numbers, flags and choices, by name.
-        tensors: shape, dtype, first values and hash of each integer tensor, by name.
+        tensors: shape, dtype, first values and hash of each integer tensor and of a temperature;
+            in what dtype others of floating point are summed; by name.
         hidden: some values of hidden states that every rank has whole, by name.
     """
 
@@ -226,19 +229,28 @@ class _Posted:
     def _add(self, arguments: Mapping[str, object], *, in_parts: bool) -> None:
         for name, value in arguments.items():
             if (parts := _parts(name, value)) is not None:
+                self.options[name] = "several values"
                 self._add(parts, in_parts=in_parts)
             elif _is_option(value):
                 if name.rpartition(".")[2] not in _OF_ONE_RANK:
                     self.options[name] = _value(name, value)
-            elif not isinstance(value, Tensor) or value.is_meta or is_traced(value):
-                continue  # without values
-            elif value.is_floating_point():
-                if "hidden" in name and in_parts:
-                    self.tensors[name] = f"{tuple(value.shape)} {value.dtype}"
-                elif "hidden" in name and value.numel():
-                    self.hidden[name] = _some_values(value.detach())
-            elif not any(part in name for part in _SHARDED) or "topk" in name:
+            elif isinstance(value, Tensor):
+                self.options[name] = "a tensor"
+                if not (value.is_meta or is_traced(value)):  # those have no values
+                    self._add_tensor(name, value, in_parts=in_parts)
+
+    def _add_tensor(self, name: str, value: Tensor, *, in_parts: bool) -> None:
+        if value.is_floating_point():
+            # Ranks may differ in a dtype, but not in that of the sums that they exchange.
+            self.tensors[name] = f"sums in {acc_dtype(value.dtype)}".replace("torch.", "")
+            if "hidden" in name and in_parts:
+                self.tensors[name] = f"{tuple(value.shape)} {value.dtype}"
+            elif "hidden" in name and value.numel():
+                self.hidden[name] = _some_values(value.detach())
+            elif name.endswith("temperature"):
                 self.tensors[name] = _value(name, value)
+        elif not any(part in name for part in _SHARDED) or "topk" in name:
+            self.tensors[name] = _value(name, value)
 
 
 def _is_option(value: object) -> bool:
@@ -423,7 +435,9 @@ def _value(name: str, value: object) -> str:
         if sharded and "topk" not in name:
             return text
         flat = value.cpu().reshape(-1)
-        content = flat.contiguous().view(torch.uint8).numpy().tobytes()
+        # A clone: to torch one number with a stride is contiguous, and yet no view of bytes.
+        packed = flat.clone(memory_format=torch.contiguous_format)
+        content = packed.view(torch.uint8).numpy().tobytes()
         first = ", ".join(f"{x:g}" for x in flat[:4].tolist())
         more = ", ..." if flat.numel() > 4 else ""
         return f"{text} [{first}{more}] hash {_hash(content)}"

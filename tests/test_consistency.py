@@ -35,6 +35,7 @@ def call(operation: str, width: int, **changes: Any) -> Any:
     torch.manual_seed(1)
     rows = changes.pop("rows", ROWS)
     logits, weight = torch.randn(rows, width), torch.randn(width, HIDDEN)
+    logits = logits.to(changes.pop("dtype", logits.dtype))
     target = changes.pop("target", torch.arange(rows) * 5)
     hidden = changes.pop("hidden", torch.randn(ROWS, HIDDEN))
     common = {"tp_group": dist.group.WORLD} | changes
@@ -318,6 +319,17 @@ def test_other_targets_on_a_rank_raise_on_every_rank(ranks):
         ("logprobs", {"disallowed_ids": [[3], [4]]}, "disallowed_ids: {} [3] on rank 0, [4] on "),
         ("linear_topk", {"sequence_parallel": [False, True]}, "sequence_parallel: {} False on "),
         ("linear_topk", {"logits_dtype": [torch.float32, torch.bfloat16]}, "logits_dtype: {} "),
+        ("linear_topk", {"softcap": [None, 0.0]}, "softcap: {} None on rank 0, 0.0 on rank 1"),
+        ("linear_topk", {"saved_bytes": [0, -1], "chunk_size": [None, 0]}, "chunk_size: {} None "),
+        ("linear_topk", {"bias": [None, torch.ones(12)]}, "bias: {} None on rank 0, a tensor on "),
+        ("linear_topk", {"lora": [None, (1, 2, 3)]}, "lora: {} None on rank 0, several values on "),
+        ("logprobs", {"temperature": [1.0, torch.ones(4)]}, "temperature: {} 1.0 on rank 0, a "),
+        ("logprobs", {"temperature": [torch.ones(4), 2 * torch.ones(4)]}, "temperature: {} (4,) "),
+        (
+            "logprobs",
+            {"dtype": [torch.float32, torch.float64]},
+            "vocab_parallel_logits: {} sums in float32 on rank 0, sums in float64 on rank 1",
+        ),
     ],
 )
 def test_other_options_on_a_rank_raise_on_every_rank(ranks, operation, per_rank, expected):
@@ -330,8 +342,19 @@ def test_what_concerns_one_rank_alone_may_differ(ranks):
     for operation, per_rank in (
         ("linear_token_stats", {"saved_bytes": [0, 1 << 20]}),
         ("logprobs", {"backend": ["auto", "torch"]}),
+        ("logprobs", {"dtype": [torch.float32, torch.bfloat16]}),
     ):
         assert ranks(2).run(first_calls, operation, per_rank, timeout=60) == ["", ""]
+
+
+def one_of_a_column() -> str:
+    consistency._agreed.clear()
+    ids = torch.arange(30).view(3, 10)
+    return message("logprobs", 12, rows=1, target=ids[:1, 4])
+
+
+def test_one_target_with_a_stride_is_compared(ranks):
+    assert ranks(2).run(one_of_a_column, timeout=60) == ["", ""]
 
 
 def test_a_default_and_the_same_given_are_alike(ranks):

@@ -458,3 +458,18 @@ def test_compiled_kernels_compute_short_tiles_and_narrow_blocks_too() -> None:
     torch.testing.assert_close(loss.double(), exact_loss, rtol=2e-6, atol=0.0)
     for got, want in zip(gradients, torch.autograd.grad(exact_loss, leaves), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
+
+
+def no_ids_under_sequence_parallelism(chunk_size: int | None) -> tuple[torch.Size, torch.Size]:
+    hidden, weight, group = torch.randn(4, 2, 3), torch.randn(8, 3), world_group()
+    target = torch.zeros(4 * world_size(), 2, dtype=torch.int64)
+    options = {"sequence_parallel": True, "chunk_size": chunk_size, "tp_group": group}
+    ids = target.unsqueeze(-1)[..., :0]
+    stats = linear_token_stats(hidden, weight, target, candidate_ids=ids, **options)
+    return linear_gather(hidden, weight, ids, **options).shape, stats.candidates.shape
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_no_ids_under_sequence_parallelism(ranks, chunk_size) -> None:
+    for found in ranks(2).run(no_ids_under_sequence_parallelism, chunk_size):
+        assert found == ((8, 2, 0), (8, 2, 0))

@@ -153,6 +153,11 @@ def head_logits(
     Raises:
         ValueError: with the argument's name, what was expected and what was given.
     """
+    check_float_tensor(f"{prefix}hidden", hidden, min_dim=2)
+    check_float_tensor(f"{prefix}weight", weight, min_dim=2)
+    group, device = resolve_tp_group(tp_group), hidden.device
+    if group is not None:  # before what one rank alone may refuse
+        check_call(weight.shape[0], group, device)
     compute_dtype = _check_layer(hidden, weight, bias, lora, prefix)
     check_flag("sequence_parallel", sequence_parallel)
     check_flag("compact", compact)
@@ -163,10 +168,6 @@ def head_logits(
     check_scale(f"{prefix}logit_scale", logit_scale)
     check_optional_scale(f"{prefix}softcap", softcap)
     main_grad = MainGrad.of(weight) if gradient_accumulation_fusion else None
-    group = resolve_tp_group(tp_group)
-    device = hidden.device
-    if group is not None:
-        check_call(weight.shape[0], group, device)
     shard = VocabShard.of(weight.shape[0], group, vocab_size)
     segments = None
     if invariant_segments is not None:
@@ -238,8 +239,6 @@ def _check_layer(
 ) -> torch.dtype:
     """The dtype that operands are rounded to."""
     hidden_name, weight_name = f"{prefix}hidden", f"{prefix}weight"
-    check_float_tensor(hidden_name, hidden, min_dim=2)
-    check_float_tensor(weight_name, weight, min_dim=2)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"{weight_name}: expected shape [V/TP, {hidden.shape[-1]}] for {hidden_name} of shape "

@@ -84,16 +84,16 @@ class HiddenRows:
 
     def by_tile(self, per_row: Tensor) -> Tensor:
         """`[n, ...]` rank by rank -> tile by tile, and in a tile rank by rank."""
-        ranked = per_row.view(self.ranks, -1, *per_row.shape[1:])
+        ranked = per_row.unflatten(0, (self.ranks, -1))
         return torch.cat([ranked[:, part].flatten(0, 1) for part in self.local])
 
     def by_rank(self, per_row: Tensor) -> Tensor:
         """The inverse of `by_tile`."""
         out = torch.empty_like(per_row)
-        ranked = out.view(self.ranks, -1, *per_row.shape[1:])
+        ranked = out.unflatten(0, (self.ranks, -1))
         for part in self.local:
             tile = per_row[part.start * self.ranks : part.stop * self.ranks]
-            ranked[:, part] = tile.view(self.ranks, -1, *per_row.shape[1:])
+            ranked[:, part] = tile.unflatten(0, (self.ranks, -1))
         return out
 
 
