@@ -150,7 +150,7 @@ class Walked(Protocol):
             as it may find the tensors with other strides: rows are then saved in the tokens' order.
         may_keep: whether chunks of its `heads` (`head_operands.HeadOperands`) may be kept for the
             backward.
-        tensors: what gradients may be wanted of.
+        tensors: what gradients may be wanted of, and last the temperature of each token or None.
         shard: this rank's columns of the vocabulary.
         device: of everything.
         acc_dtype: of statistics and results, float32 or float64.

@@ -177,6 +177,10 @@ CONFLICTS: dict[str, Callable[[Get, Subject], Any]] = {
         lambda s, op: s("vocab_size") == 95 and s("vocab", 102) != 102
     ),
     "a record has no forbidden id": lambda s, op: s("logit_bias") == "disallowed" and s("replay"),
+    "ranks with other layouts save other tensors": (
+        lambda s, op: s("tampered") and s("layout") == "each rank's own"
+    ),
+    "there are not so many ids": lambda s, op: (s("topk") or 0) > s("vocab", VOCAB),
     "a checkpoint computes again from new values": (
         lambda s, op: s("tampered") and s("checkpoint", "none") != "none"
     ),

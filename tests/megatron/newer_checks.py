@@ -339,7 +339,6 @@ def test_megatron_bridge_s_pre_wrap_hook(distribution: str, version: str) -> Non
     import torch
     import mcore_logprobs as ml
     from mcore_logprobs.cpu_megatron import models as mm
-from mcore_logprobs.cpu_megatron.training import cpu_training
     from mcore_logprobs.cpu_megatron.training import cpu_training
     from tests.megatron.common import VOCAB, make_batch, relative, tiny_config
 
