@@ -109,7 +109,8 @@ class LogprobConfig(SuggestsFields):
     label_smoothing: float = fields.real(
         0.0,
         checks.check_fraction,
-        "Label smoothing, as in Megatron's `vocab_parallel_cross_entropy`.",
+        "Label smoothing over the whole vocabulary at every TP, as Megatron's "
+        "`vocab_parallel_cross_entropy` has it at TP 1; at more it smooths over each rank's shard.",
     )
     softcap: float | None = fields.real(
         None,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import deprecated
 
 import mcore_logprobs as ours
 from mcore_logprobs.sources import lazy as lazy_module
@@ -160,10 +161,13 @@ def test_what_rearranges_and_scales_is_recorded(name: str) -> None:
         torch.testing.assert_close(got + 0.0, expected.detach(), rtol=1e-5, atol=1e-5)
 
 
+# The frame that calls torch is in typing_extensions.
+OLD_SOFTMAX = deprecated("by another one")(torch.nn.functional.softmax)
 MATERIALIZED: dict[str, Any] = {
     "softmax": lambda x: x.softmax(-1),
     "functional": lambda x: torch.nn.functional.log_softmax(x, dim=-1),
     "keyword": lambda x: torch.softmax(input=x, dim=-1),
+    "a deprecated function": lambda x: OLD_SOFTMAX(x, dim=-1),
     "some columns": lambda x: x[..., 2:5],
     "one column": lambda x: x[..., 3],
     "flipped vocabulary": lambda x: x.flip(-1),

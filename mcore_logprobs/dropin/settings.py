@@ -1,17 +1,22 @@
 """A `LogprobConfig` from the settings that users of a framework have already.
 
-config = logprob_config(cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.actor)
+actor = cfg.actor_rollout_ref.actor
+temperature = cfg.actor_rollout_ref.rollout.temperature
+config = logprob_config(cfg.actor_rollout_ref.model, actor, temperature=temperature)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.dropin._common import setting, size_or_none
 
 __all__ = ["SETTINGS", "logprob_config"]
+
+logger = logging.getLogger("mcore_logprobs")
 
 # Their name -> (our field, which frameworks spell it so).
 SETTINGS = {
@@ -34,6 +39,9 @@ SETTINGS = {
 
 def logprob_config(*nodes: object, **fields: Any) -> LogprobConfig:
     """Reads the names of `SETTINGS` from configuration nodes: the first node that has one decides.
+
+    Without any temperature, which frameworks may have beside the sampler's settings alone, it is
+    1.0, and a log line says so.
 
     Args:
         nodes: mappings, OmegaConf nodes, dataclasses or parsed arguments. None in a node counts as
@@ -66,4 +74,6 @@ def logprob_config(*nodes: object, **fields: Any) -> LogprobConfig:
     missing = found.keys() - known.keys()
     if missing:
         raise ValueError(f"LogprobConfig has no {', '.join(sorted(missing))}")
+    if "temperature" not in found:
+        logger.warning("logprob_config: no node has a temperature: 1.0, whatever the sampler's is")
     return LogprobConfig(**found)

@@ -15,11 +15,13 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import typing_extensions
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -31,7 +33,10 @@ from mcore_logprobs.sources.lazy_rows import Rows, View, saved_tensors_hooks
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
 # Whose lines are not the caller's.
-_INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), copy.__file__, "<")
+_INSIDE = (
+    *(str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), copy.__file__, "<"),
+    *(typing_extensions.__file__, warnings.__file__),  # what is `deprecated` has a frame there
+)
 
 # What to use instead of a torch function, for the error of fused="require".
 INSTEAD = {

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import megatron_rl, nemo_rl, verl
 from mcore_logprobs.dropin.settings import logprob_config
 from tests.dropin.common import columns_of
-from tests.dropin.frameworks import load, versions
+from tests.dropin.frameworks import load, source_root, versions
 from tests.dropin.test_beside import theirs
 from tests.engine.truths import take
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, tiny_config, worst
@@ -364,6 +365,21 @@ class Node:
     use_fused_kernels = True
     rollout_temperature = 0.9
     log_probs_chunk_size = -1
+
+
+@pytest.mark.parametrize(("distribution", "version"), versions("verl"))
+def test_settings_of_verl_s_own_configuration(distribution: str, version: str, caplog: Any) -> None:
+    """As docs/frameworks/index.md has it; the rollout's temperature is in neither node."""
+    name = "verl/trainer/config/_generated_ppo_megatron_trainer.yaml"
+    text = (source_root(distribution, version) / name).read_text()
+    nodes = yaml.safe_load(text)["actor_rollout_ref"]
+    nodes["rollout"]["temperature"] = 0.6
+    given = {"temperature": nodes["rollout"]["temperature"]}
+    config = logprob_config(nodes["model"], nodes["actor"], **given)
+    assert (config.temperature, config.fused, config.filtered) == (0.6, False, False)
+    assert not caplog.records
+    assert logprob_config(nodes["model"], nodes["actor"]).temperature == 1.0
+    assert "no node has a temperature" in caplog.text
 
 
 def test_settings_of_the_frameworks() -> None:
