@@ -75,5 +75,8 @@ def logprob_config(*nodes: object, **fields: Any) -> LogprobConfig:
     if missing:
         raise ValueError(f"LogprobConfig has no {', '.join(sorted(missing))}")
     if "temperature" not in found:
-        logger.warning("logprob_config: no node has a temperature: 1.0, whatever the sampler's is")
+        logger.warning(
+            "logprob_config: expected the sampler's temperature in a node or as temperature=, got "
+            "none: it is 1.0"
+        )
     return LogprobConfig(**found)

@@ -379,7 +379,7 @@ def test_settings_of_verl_s_own_configuration(distribution: str, version: str, c
     assert (config.temperature, config.fused, config.filtered) == (0.6, False, False)
     assert not caplog.records
     assert logprob_config(nodes["model"], nodes["actor"]).temperature == 1.0
-    assert "no node has a temperature" in caplog.text
+    assert "temperature=, got none: it is 1.0" in caplog.text
 
 
 def test_settings_of_the_frameworks() -> None:
