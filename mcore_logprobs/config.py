@@ -229,12 +229,12 @@ class LogprobConfig(SuggestsFields):
     def from_yaml(cls, path: str | PathLike[str]) -> LogprobConfig:
         """Read a YAML file: the fields at its top, or under a top-level key `mcore_logprobs`.
 
-        With that key the rest of the file is ignored. dtypes are written by name
+        With that key the rest of the file only has to be YAML. dtypes are written by name
         (`logits_dtype: bfloat16`). Requires PyYAML.
 
         Raises:
-            ValueError: with the path, no YAML, not a mapping, an unknown key, a key that stands
-                twice, or a value that its field does not accept.
+            ValueError: with the path, no YAML, not a mapping, an unknown key, a duplicate key, or a
+                value that its field does not accept.
             ImportError: PyYAML is not installed.
         """
         yaml = _yaml("from_yaml")
@@ -344,13 +344,14 @@ def _yaml(method: str) -> ModuleType:
 
 
 def unique_keys(yaml: ModuleType) -> type:
-    """PyYAML's safe loader, which takes the last of a mapping's values for one key in silence; here
-    a key that stands twice is an error with its line.
+    """PyYAML's safe loader, which silently takes the last value of a duplicate key; here that is an
+    error with its line.
     """
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
-        def construct_mapping(self, node: Any, deep: bool = False) -> object:
-            found: set[tuple[str, str]] = set()
+        # Before `<<` is resolved, which adds the keys of another mapping.
+        def compose_mapping_node(self, anchor: object) -> Any:
+            node, found = super().compose_mapping_node(anchor), set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
                     if (key.tag, key.value) in found:
@@ -359,7 +360,7 @@ def unique_keys(yaml: ModuleType) -> type:
                             f"line {line}: expected each key once, got {key.value!r} again"
                         )
                     found.add((key.tag, key.value))
-            return super().construct_mapping(node, deep)
+            return node
 
     return Loader
 

@@ -249,6 +249,8 @@ class _Posted:
                 self.hidden[name] = _some_values(value.detach())
             elif name.endswith("temperature"):
                 self.tensors[name] = _value(name, value)
+            elif any(part in name for part in ("weight", "bias", "lora")):
+                self.tensors[name] = f"{tuple(value.shape)} {value.dtype}"
         elif not any(part in name for part in _SHARDED) or "topk" in name:
             self.tensors[name] = _value(name, value)
 

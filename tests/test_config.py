@@ -359,7 +359,7 @@ def test_unknown_key_lists_known_ones_and_suggests(tmp_path) -> None:
         LogprobConfig.from_yaml(path)
 
 
-def test_a_key_that_stands_twice_is_refused(tmp_path) -> None:
+def test_a_duplicate_key_is_refused(tmp_path) -> None:
     path = tmp_path / "config.yaml"
     section = "mcore_logprobs:\n  temperature: 0.7\n"
     for twice, text, line in (
@@ -372,6 +372,13 @@ def test_a_key_that_stands_twice_is_refused(tmp_path) -> None:
             LogprobConfig.from_yaml(path)
     path.write_text(f"base: &base {{temperature: 0.5, softcap: 3.0}}\n{section}  <<: *base\n")
     assert LogprobConfig.from_yaml(path) == LogprobConfig(temperature=0.7, softcap=3.0)
+    first = "{temperature: 1.0, softcap: 3.0}"
+    path.write_text(
+        f"of:\n  base: &base {first}\n  hot: &hot {{<<: *base, temperature: 0.7}}\n"
+        "mcore_logprobs: {<<: *hot, entropy: true}\n"
+    )
+    expected = LogprobConfig(temperature=0.7, softcap=3.0, entropy=True)
+    assert LogprobConfig.from_yaml(path) == expected
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from mcore_logprobs import (
     vocab_parallel_topk,
 )
 from mcore_logprobs.checks import check_temperature
+from mcore_logprobs.sources.given import given_logits
 from tests.helpers import oracles
 from tests.helpers.memory import TensorsMade
 from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group
@@ -396,3 +397,17 @@ def test_the_gradient_lies_as_the_logits_do(ranks, world: int) -> None:
     for found in ranks(world).run(strides_of_gradients):
         for logits, gradient in found:
             assert gradient == logits
+
+
+def backend_calls() -> list[int]:
+    """Chunks of logits `[s, b]` that lie in memory as `[b, s]`, and the other way round."""
+    found = []
+    for shape in ((2, 300), (300, 2)):
+        logits = torch.randn(*shape, 8).transpose(0, 1)
+        found.append(len(list(given_logits(logits, tp_group=world_group()).chunks())))
+    return found
+
+
+def test_transposed_logits_are_no_call_for_each_token(ranks) -> None:
+    assert ranks(1).run(backend_calls) == [[1, 1]]
+    assert ranks(2).run(backend_calls) == [[1, 2]] * 2

@@ -40,8 +40,9 @@ def check_not_counted(layer: nn.Module) -> None:
     counted = (getattr(hook, "__module__", "") for hook in layer._forward_hooks.values())
     if layer.training and _LOGITS_SAVER in counted:
         raise ValueError(
-            "mtp: expected 'keep' with Megatron's --logits-save-dir, whose hook on the output "
-            "layer counts the calls of the MTP heads, got 'off'"
+            "mtp: expected 'keep', and in training no PatchHandle.sample, with Megatron's "
+            "--logits-save-dir, whose hook on the output layer counts the MTP heads' calls, which "
+            "this call leaves out"
         )
 
 

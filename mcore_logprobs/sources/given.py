@@ -30,6 +30,7 @@ from mcore_logprobs.kernels.chunk import (
     Processing,
     acc_dtype,
     prefer_huge_pages,
+    row_chunks,
 )
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.kernels.segments import Segments
@@ -42,6 +43,9 @@ from mcore_logprobs.sources.source import (
     entry_gradients,
 )
 from mcore_logprobs.sources.vocab_bias import Ids, LogitBias, vocab_bias
+
+# Rows of a view below which a copy of them costs less than a call of the backend for each view.
+_FEW_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,13 @@ class GivenLogits:
         self._views = [logits]
         if len(self.batch_shape) != 1:
             self._views = self.views_of(logits, options.unjoined)
+        # One view for each few tokens, as of a transposed tensor whose sequences lie in memory one
+        # after the other: rows are copied some at a time instead.
+        self.copies_rows = (
+            options.order != options.layout
+            and not (options.inplace_backward or self.is_one_view)
+            and len(self._views) * _FEW_ROWS > self.num_rows
+        )
 
     # ---- the order of rows ----
 
@@ -190,8 +201,12 @@ class GivenLogits:
         return [tile.num_rows for tile in self.tiles()]
 
     def chunks(self) -> Iterator[ChunkAt]:
-        """All columns of as many rows as one stride covers."""
+        """All columns of as many rows as one stride covers, or as are copied at a time."""
         start, columns = 0, slice(0, self.shard.width)
+        if self.copies_rows:
+            for rows in row_chunks(self.num_rows, self.rows_at_a_time(self.shard.width)):
+                yield ChunkAt(rows, columns, self.rectangle(rows, columns))
+            return
         for view in self._views:
             rows = slice(start, start + view.shape[0])
             yield ChunkAt(rows, columns, self.processing.chunk(view, rows, columns))
@@ -404,7 +419,7 @@ class GivenGradient:
     def _collect_in_views(self, placed: ChunkAt, write: Write) -> None:
         """Straight into the view that has all of the rows, if one has."""
         rows, columns, first = placed.rows, placed.columns, 0
-        for view in self._views:
+        for view in () if self._source.copies_rows else self._views:
             if first <= rows.start and rows.stop <= first + view.shape[0]:
                 write(placed, view[rows.start - first : rows.stop - first, columns])
                 return
