@@ -241,7 +241,7 @@ class _Posted:
 
     def _add_tensor(self, name: str, value: Tensor, *, in_parts: bool) -> None:
         if value.is_floating_point():
-            # Ranks may differ in a dtype, but not in that of the sums that they exchange.
+            # Logits may differ in dtype, but not in that of the sums that ranks exchange.
             self.tensors[name] = f"sums in {acc_dtype(value.dtype)}".replace("torch.", "")
             if "hidden" in name and in_parts:
                 self.tensors[name] = f"{tuple(value.shape)} {value.dtype}"

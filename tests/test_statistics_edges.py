@@ -399,15 +399,28 @@ def test_the_gradient_lies_as_the_logits_do(ranks, world: int) -> None:
             assert gradient == logits
 
 
-def backend_calls() -> list[int]:
-    """Chunks of logits `[s, b]` that lie in memory as `[b, s]`, and the other way round."""
+def transposed(inplace: bool) -> list[int]:
+    """How many chunks transposed logits have; values and gradients are those of a copy."""
     found = []
-    for shape in ((2, 300), (300, 2)):
-        logits = torch.randn(*shape, 8).transpose(0, 1)
-        found.append(len(list(given_logits(logits, tp_group=world_group()).chunks())))
+    for shape in ((2, 300), (300, 2), (3, 40)):
+        memory = torch.randn(*shape, 8, requires_grad=True)
+        target = make_target(shape[::-1], 8)
+        options = {"tp_group": world_group(), "inplace_backward": inplace}
+        view = (memory * 1.0).transpose(0, 1)
+        found.append(len(list(given_logits(view, **options).chunks())))
+        upstream = torch.randn(shape[::-1])
+        got = vocab_parallel_logprobs(view, target, **options)
+        expected = vocab_parallel_logprobs(
+            (memory * 1.0).transpose(0, 1).contiguous(), target, tp_group=world_group()
+        )
+        torch.testing.assert_close(got, expected)
+        both = [torch.autograd.grad(x, memory, upstream)[0] for x in (got, expected)]
+        torch.testing.assert_close(*both)
     return found
 
 
-def test_transposed_logits_are_no_call_for_each_token(ranks) -> None:
-    assert ranks(1).run(backend_calls) == [[1, 1]]
-    assert ranks(2).run(backend_calls) == [[1, 2]] * 2
+@pytest.mark.own_sizes
+@pytest.mark.parametrize("inplace", [False, True])
+def test_transposed_logits_are_no_call_for_each_token(ranks, inplace: bool) -> None:
+    assert ranks(1).run(transposed, inplace) == [[1, 1, 1]]
+    assert ranks(2).run(transposed, inplace) == [[1, 2, 1]] * 2

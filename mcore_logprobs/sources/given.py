@@ -92,10 +92,13 @@ class GivenOptions:
 class GivenLogits:
     """A tensor of logits as a `Source`, and as its only `Tile`.
 
-    The caller's tensor is read in place. Only one that comes back from a saved-tensor hook with
-    another layout is copied, for a compiled backend. Rows are walked as they lie in memory:
-    `[b, s]` and `[s, b]`, transposed views and slices such as `logits[:, :-1]` all become a few 2-D
-    views with one row stride each.
+    The caller's tensor is read in place, in the order of rows that `GivenOptions` has: `[b, s]` and
+    `[s, b]`, transposed views and slices such as `logits[:, :-1]` become a few 2-D views with one
+    row stride each. Copied are rows of which each view would hold few, some at a time, and for a
+    compiled backend logits that come back from a saved-tensor hook with another layout.
+
+    Attributes:
+        copies_rows: chunks are such copies, where they would be views of few rows.
 
     Args:
         bias: `[V/TP]`, added before the temperature, a constant; or None.
@@ -130,11 +133,10 @@ class GivenLogits:
         self._views = [logits]
         if len(self.batch_shape) != 1:
             self._views = self.views_of(logits, options.unjoined)
-        # One view for each few tokens, as of a transposed tensor whose sequences lie in memory one
-        # after the other: rows are copied some at a time instead.
+        # As of `[s, b]` that lies in memory as `[b, s]`: s views of b rows.
         self.copies_rows = (
             options.order != options.layout
-            and not (options.inplace_backward or self.is_one_view)
+            and not self.is_one_view
             and len(self._views) * _FEW_ROWS > self.num_rows
         )
 
@@ -409,7 +411,9 @@ class GivenGradient:
             self._views = source.views_of(self._gradient, source.options.unjoined)
 
     def collect(self, tile: GivenLogits, placed: ChunkAt, write: Write) -> None:
-        if self._over:
+        if self._source.copies_rows:
+            self._scatter(placed, placed.chunk.logits, write)
+        elif self._over:
             write(placed, placed.chunk.logits)
         elif len(self._views) == 1:
             write(placed, self._views[0][placed.rows, placed.columns])
@@ -419,15 +423,18 @@ class GivenGradient:
     def _collect_in_views(self, placed: ChunkAt, write: Write) -> None:
         """Straight into the view that has all of the rows, if one has."""
         rows, columns, first = placed.rows, placed.columns, 0
-        for view in () if self._source.copies_rows else self._views:
+        for view in self._views:
             if first <= rows.start and rows.stop <= first + view.shape[0]:
                 write(placed, view[rows.start - first : rows.stop - first, columns])
                 return
             first += view.shape[0]
-        part = torch.empty_like(placed.chunk.logits)
+        self._scatter(placed, torch.empty_like(placed.chunk.logits), write)
+
+    def _scatter(self, placed: ChunkAt, part: Tensor, write: Write) -> None:
+        """By way of `part`, memory of the chunk's shape, which may be a copy of its logits."""
         write(placed, part)
-        row = torch.arange(rows.start, rows.stop, device=part.device)
-        where: Any = (*self._source.coordinates(row), columns)
+        row = torch.arange(placed.rows.start, placed.rows.stop, device=part.device)
+        where: Any = (*self._source.coordinates(row), placed.columns)
         self._gradient[where] = part
 
     def scaled_by(self, scale: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +24,18 @@ from tests.megatron.test_pipeline import train_step, wrapped_chunks
 
 def built(**config: Any) -> Any:
     return mm.build_gpt_model(tiny_config(**config), vocab_size=VOCAB)
+
+
+@contextlib.contextmanager
+def automatic(batch: dict[str, Any]) -> Iterator[Any]:
+    """A model that is patched automatically, for as long as this is open."""
+    off = lazy_models.lazy_models("auto")
+    try:
+        model = built()
+        model(**batch["inputs"])
+        yield model
+    finally:
+        off()
 
 
 def while_it_is_on(fused: str) -> None:
@@ -80,10 +94,7 @@ def a_handle_s_end() -> None:
     with megatron() as parallel_state:
         batch = make_batch(parallel_state)
         call = {**batch["inputs"], "labels": batch["labels"]}
-        off = lazy_models.lazy_models("auto")
-        try:
-            model = built()
-            model(**batch["inputs"])
+        with automatic(batch) as model:
             with ours.patch_model(model, ours.LogprobConfig(entropy=True)) as handle:
                 assert model(**call).entropy is not None
                 handle.remove()
@@ -103,8 +114,6 @@ def a_handle_s_end() -> None:
                 handle.remove()
                 assert model(**call).target_rank is not None
             handle = ours.patch_model(model, ours.LogprobConfig(entropy=True))
-        finally:
-            off()
         for _ in range(2):  # switched off meanwhile
             assert model(**call).entropy is not None
         assert handle.active
@@ -119,27 +128,20 @@ def test_the_end_of_a_patch_in_its_place(ranks: Any) -> None:
 
 def a_block_outlives_a_stand_in() -> None:
     """What a handle on the automatic patch has open is there again when another's place ends."""
-    with megatron() as parallel_state:
-        batch = make_batch(parallel_state)
+    with megatron() as parallel_state, automatic(batch := make_batch(parallel_state)) as model:
         call = {**batch["inputs"], "labels": batch["labels"]}
-        off = lazy_models.lazy_models("auto")
-        try:
-            model = built()
-            model(**batch["inputs"])
-            patch: Any = patch_of(model)
-            handle = ours.patch_model(model, patch.config)
-            plain = model(**call)
-            with handle.options(temperature=2.0):
-                before = model(**call)
-                with ours.patch_model(model, ours.LogprobConfig(entropy=True)):
-                    assert not handle.active
-                    assert model(**call).entropy is not None
-                assert torch.equal(model(**call), before)
-                assert not torch.equal(plain, before)
-            assert handle.active
-            assert torch.equal(model(**call), plain)
-        finally:
-            off()
+        patch: Any = patch_of(model)
+        handle = ours.patch_model(model, patch.config)
+        plain = model(**call)
+        with handle.options(temperature=2.0):
+            before = model(**call)
+            with ours.patch_model(model, ours.LogprobConfig(entropy=True)):
+                assert not handle.active
+                assert model(**call).entropy is not None
+            assert torch.equal(model(**call), before)
+            assert not torch.equal(plain, before)
+        assert handle.active
+        assert torch.equal(model(**call), plain)
 
 
 def test_a_block_outlives_a_patch_in_its_place(ranks: Any) -> None:
