@@ -60,7 +60,8 @@ TESTS = {
     "losses": "tests/test_losses.py tests/test_losses_objectives.py tests/test_losses_batches.py "
     "tests/test_losses_frameworks.py tests/test_losses_in_training.py",
     "context_parallel": "tests/context_parallel",
-    "": "tests/test_collectives.py tests/test_consistency.py tests/test_consistency_check.py tests/test_faults.py",
+    "": "tests/test_collectives.py tests/test_consistency.py tests/test_consistency_check.py "
+    "tests/test_faults.py",
 }
 
 _OPERATORS: dict[type, type] = {
