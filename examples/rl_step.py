@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from rl import checkpoint
 from rl.checks import self_check
-from rl.config import RunConfig, SetupError, read_command_line, validate_model
+from rl.config import OF_THE_SAMPLER, RunConfig, SetupError, read_command_line, validate_model
 from rl.data import IGNORE, Batch, group_advantages, kept_ids, make_batch, make_task, micro_batches
 from rl.evaluate import Questions
 from rl.explain import explain
@@ -58,14 +58,14 @@ class GrpoTrainer:
     def __init__(
         self, config: RunConfig, layout: Layout, say: Callable[[str], None] = print
     ) -> None:
-        self.config, self.layout, self.step = config, layout, 0
+        self.config, self.layout, self.step, self.loss = config, layout, 0, config.loss()
         self.say = say if layout.is_main else lambda text: None
         self.engine: RolloutEngine | VllmEngine | None = None  # on rank 0, as is the task
         self.llama, self.pad = on_main(self._start_engine)
         validate_model(config, self.llama)
         self.bridge = WeightBridge(self.llama, layout)
         build = partial(build_policy, self.llama, self.bridge, self.engine, config)
-        self.policy, self.loss = build(trainable=True), config.loss
+        self.policy = build(trainable=True)
         self.reference = build(trainable=False) if config.needs_reference else None
         self.optimizer = make_optimizer(config, self.policy.model, layout.device)
         # The sampler's temperature, so that the ratio compares like with like; the true
@@ -128,8 +128,10 @@ class GrpoTrainer:
                 batch.old_logprobs, batch.rollout_logprobs, cap=config.rollout.importance_cap
             )
         measured = token_metrics(batch, old, sampled, self.reference is not None)
+        if config.grpo.objective in OF_THE_SAMPLER:
+            batch.old_logprobs = batch.rollout_logprobs
 
-        updates = []
+        self.loss, updates = config.loss(self.step), []
         for number in range(config.grpo.updates):  # 3. clipped updates
             if number and config.rollout.filters and not config.rollout.replays:
                 # The trainer's own filter has moved with the policy, too.

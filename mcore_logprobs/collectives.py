@@ -1,4 +1,4 @@
-"""The collectives that operations make.
+"""The collectives that operations make, and what autograd functions around them share.
 
 Only `patch_model` makes another one, of reports over pipeline stages under `fused="require"`.
 Groups are explicit; None means one process, and nothing is sent. A plain all-reduce inside autograd
@@ -7,8 +7,9 @@ would give the ranks that do not own a target a wrong gradient, so none is used 
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.groups import group_size
 
 ObjectT = TypeVar("ObjectT")
+Gradients = tuple[Tensor | None, ...]
 
 _SENT_AS_THEY_ARE = (
     torch.float64,
@@ -279,8 +281,59 @@ warnings.filterwarnings(
 )
 
 
+# ---- autograd functions -------------------------------------------------------------------------
+
+
 class GroupContext(FunctionCtx):
+    """Attributes:
+    linear: of `once_differentiable`.
+    """
+
     group: ProcessGroup
+    linear: bool
+
+
+def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """For an autograd.Function's backward whose result depends on what the forward saved.
+
+    torch's own looks at the upstream gradient alone: under create_graph=True it gives out gradients
+    without a graph where that is a constant, so that a penalty on them would train nothing, in
+    silence. Here such gradients raise a RuntimeError once they are differentiated.
+
+    Args:
+        backward: called as `backward(ctx, saved tensors, *grads)`. Those are unpacked once, as
+            hooks may bring them from far away. With `ctx.linear` set the result depends on grads
+            alone, up to constants: torch's own rule holds.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: FunctionCtx, *grads: Tensor | None) -> Gradients:
+        saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        with torch.no_grad():
+            gradients = backward(ctx, saved, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return gradients
+        # Those alone are reached by a backward for some inputs only, as autograd.grad's.
+        depends_on = grads if getattr(ctx, "linear", False) else (*grads, *saved)
+        learning = [x for x in depends_on if isinstance(x, Tensor) and x.requires_grad]
+        return tuple(_Last.apply(x, *learning) if isinstance(x, Tensor) else x for x in gradients)
+
+    return once
+
+
+class _Last(torch.autograd.Function):
+    """A gradient, of what it depends on, that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grad: Tensor, *on: Tensor) -> Tensor:
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
+        raise RuntimeError(
+            "mcore_logprobs' operations have no double backward (gradient of a gradient): expected "
+            "create_graph=False, or gradients that no loss depends on"
+        )
 
 
 class _AllToAll(torch.autograd.Function):

@@ -22,6 +22,7 @@ from mcore_logprobs import (
 from mcore_logprobs.kernels import budgets, pairs
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.sources.head_operands import HeadOperands
+from tests.engine import truths
 from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import assert_no_worse
 from tests.helpers.shards import on_ranks, shard, world_group
@@ -390,6 +391,28 @@ def test_a_bin_is_a_lower_bound_and_certain_rows_stay_finite():
         assert value.isfinite().all()
         assert grad.isfinite().all()
         assert abs(value[0]) < 1e-6 < value[1]
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd", "skewed_forward", "skewed_reverse"])
+def test_a_generalized_divergence_keeps_its_digits_where_both_sides_are_nearly_equal(kind: str):
+    """It is never negative, which a log(a / b) - a + b is where it is less than their rounding."""
+    logits, teacher, ids = _teacher((200,), 16, k=16)
+    student = (logits + 1e-3 * torch.randn(logits.shape)).requires_grad_()
+    found = vocab_parallel_topk_kl_div(student, teacher, ids, kind=kind, generalized=True)
+    own = student.detach().double().log_softmax(-1).gather(-1, ids)
+    truth = truths.divergence(own, teacher.double(), kind, 0.5, generalized=True)
+    assert (found >= 0).all()
+    assert ((found - truth).abs() / truth.median()).max() < 1e-2
+    certain = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]], requires_grad=True)
+    values = vocab_parallel_topk_kl_div(
+        certain,
+        torch.tensor([[0.0, -torch.inf]]).expand(2, 2),
+        torch.tensor([[0, 1]]).expand(2, 2),
+        kind=kind,
+        generalized=True,
+    )
+    assert torch.autograd.grad(values.sum(), certain)[0].isfinite().all()
+    assert values[0] == 0.0 < values[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -336,6 +336,7 @@ def _retained() -> Tensor:
     "make",
     [
         lambda: torch.randn(4, VOCAB, requires_grad=True),
+        lambda: torch.randn(2, 2, VOCAB, requires_grad=True).view(4, VOCAB),
         _retained,
         lambda: (torch.randn(1, VOCAB, requires_grad=True) * 2).expand(4, VOCAB),
         lambda: (torch.randn(1, VOCAB, requires_grad=True) * 2).expand(2, VOCAB),
@@ -344,7 +345,10 @@ def _retained() -> Tensor:
         lambda: torch.softmax(_logits(), -1),
         lambda: torch.sigmoid(_logits()),
     ],
-    ids=["leaf", "retained", "expanded", "expanded to 2", "tanh", "exp", "softmax", "sigmoid"],
+    ids=[
+        *("leaf", "view of a leaf", "retained", "expanded", "expanded to 2"),
+        *("tanh", "exp", "softmax", "sigmoid"),
+    ],
 )
 def test_refused_where_the_logits_are_needed(make):
     logits = make()

@@ -20,6 +20,10 @@ from mcore_logprobs import LogprobConfig
 from mcore_logprobs.config import unique_keys
 from mcore_logprobs.losses import OBJECTIVES, RegularizedLoss, WeightedLoss
 
+# Their trust region is around the policy that sampled: old_logprobs are the rollout engine's, where
+# the others' are the trainer's before the first update.
+OF_THE_SAMPLER = ("DPPOLoss", "IPOLoss")
+
 
 class SetupError(ValueError):
     """The run cannot go on as asked; the message says what to change. Raised on every rank."""
@@ -150,19 +154,20 @@ class RunConfig:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     logprobs: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def loss(self) -> RegularizedLoss:
-        """A loss per token: the objective, importance-weighted, with KL."""
+    def loss(self, step: int = 0) -> RegularizedLoss:
+        """A loss per token: the objective, importance-weighted, with KL; a draw is of its step."""
         g = self.grpo
         clip = {"clip_low": g.clip_low, "clip_high": g.clip_high}
         settings = {**(clip if g.objective == "ClippedLoss" else {}), **g.settings}
+        if g.objective == "ClipCovLoss":
+            settings["seed"] = settings.get("seed", self.seed) + step
         loss = OBJECTIVES[g.objective](**settings)
         weighted = WeightedLoss(loss) if self.rollout.importance_cap > 0 else loss
         return RegularizedLoss(weighted, kl_coef=g.kl_coef)
 
     @property
     def needs_reference(self) -> bool:
-        return not {"ref_logprobs", "teacher_logprobs"}.isdisjoint(self.loss.tensors)
+        return not {"ref_logprobs", "teacher_logprobs"}.isdisjoint(self.loss().tensors)
 
     @property
     def run_dir(self) -> Path:
@@ -320,11 +325,16 @@ def validate(config: RunConfig, world_size: int) -> None:
     except (TypeError, ValueError) as error:
         raise SetupError(f"grpo.settings of {g.objective}: {error}") from None
     unweighted = {key: value for key, value in g.settings.items() if key != "weighted"}
-    asked = set(config.loss.tensors) - set(OBJECTIVES[g.objective](**unweighted).tensors)
+    asked = set(config.loss().tensors) - set(OBJECTIVES[g.objective](**unweighted).tensors)
     if "importance_weights" in asked:
         raise SetupError(
             f"grpo.settings of {g.objective}: expected rollout.importance_cap, which weights any "
             "objective, got weighted: true"
+        )
+    if g.objective in OF_THE_SAMPLER and r.importance_cap > 0:
+        raise SetupError(
+            f"rollout.importance_cap: expected 0 with {g.objective}, whose ratio is to the "
+            f"engine's probabilities already, got {r.importance_cap}"
         )
     if config.task.name == "echo" and (config.task.examples or config.task.system):
         raise SetupError(

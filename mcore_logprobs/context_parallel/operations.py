@@ -13,11 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_choice, check_integer, check_plain
-from mcore_logprobs.collectives import GroupContext, all_gather_dim0, reduce_scatter_dim0
+from mcore_logprobs.collectives import (
+    Gradients,
+    GroupContext,
+    all_gather_dim0,
+    once_differentiable,
+    reduce_scatter_dim0,
+)
 from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.context_parallel.layouts import SequenceLayout, check_lengths
 from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group
@@ -178,7 +183,6 @@ class _GatherContext(GroupContext):
     dim: int
     grad: str
     needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, ...]
 
 
 class _Gather(torch.autograd.Function):
@@ -192,22 +196,25 @@ class _Gather(torch.autograd.Function):
         grad: str,
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.grad = dim, group, grad
+        ctx.linear = True
         if ctx.needs_input_grad[0]:
             sums = grad == "sum"
             ctx.save_for_backward(
                 where.slot_positions() if sums else where.positions(group_rank(group))
             )
         slots = all_gather_dim0(x.movedim(dim, 0), group)  # [S, ...], rank by rank
+        if where.in_order and dim == 0:
+            return slots
         slots = slots.movedim(0, dim)
-        if where.in_order:
-            return slots.contiguous()
+        if where.in_order:  # no view, which torch lets nobody change in place
+            return slots.clone(memory_format=torch.contiguous_format)
         # Permutes and, as its output is contiguous, puts the sequence back at its dimension.
         return _select(slots, dim, where.gather_order())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _GatherContext, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (index,) = ctx.saved_tensors
+    def backward(ctx: _GatherContext, saved: tuple[Tensor, ...], *grads: Tensor) -> Gradients:
+        (index,) = saved
         if ctx.grad == "slice":
             return grads[0].index_select(ctx.dim, index), None, None, None, None
         slots = grads[0].movedim(ctx.dim, 0).index_select(0, index)
@@ -281,12 +288,12 @@ class _GatherBoundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: GroupContext, boundary: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.linear = group, True
         return all_gather_dim0(boundary, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: GroupContext, saved: tuple[()], *grads: Tensor) -> Gradients:
         return reduce_scatter_dim0(grads[0], ctx.group), None
 
 

@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.collectives import all_gather_dim0
+from mcore_logprobs.collectives import Gradients, all_gather_dim0, once_differentiable
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
 from mcore_logprobs.megatron.ddp import accumulated, waits_for_parameters
 from mcore_logprobs.megatron.fsdp import is_sharded
@@ -77,12 +76,12 @@ class _WholeA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.rows, ctx.rank = a.shape[0], group_rank(group)
+        ctx.rows, ctx.rank, ctx.linear = a.shape[0], group_rank(group), True
         return all_gather_dim0(a, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, saved: tuple[()], *grads: Tensor) -> Gradients:
         return grads[0].narrow(0, ctx.rank * ctx.rows, ctx.rows), None
 
 
@@ -91,12 +90,12 @@ class _SharedA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
+        ctx.ranks, ctx.linear = ranks, True
         return a.view_as(a)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, saved: tuple[()], *grads: Tensor) -> Gradients:
         return grads[0] / ctx.ranks, None
 
 

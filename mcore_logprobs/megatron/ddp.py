@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
+from mcore_logprobs.collectives import Gradients, once_differentiable
 from mcore_logprobs.sources.main_grad import MainGrad
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -70,6 +71,7 @@ def accumulated(layer: nn.Module, weight: Tensor, dtype: torch.dtype | None = No
 
 class _AccumulatedContext(FunctionCtx):
     main_grad: MainGrad
+    linear: bool
 
 
 class _Accumulated(torch.autograd.Function):
@@ -77,11 +79,11 @@ class _Accumulated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _AccumulatedContext, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.main_grad = MainGrad(weight)
+        ctx.main_grad, ctx.linear = MainGrad(weight), True
         return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _AccumulatedContext, *grads: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: _AccumulatedContext, saved: tuple[()], *grads: Tensor) -> Gradients:
         ctx.main_grad.buffer.add_(grads[0])
         return ctx.main_grad.dummy_wgrad(), None

@@ -17,7 +17,8 @@ def all_to_all_vp2sp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
     """Vocabulary-parallel rows to row-parallel ones: rank r gets rows `[r*n/TP, (r+1)*n/TP)`.
 
     Shape:
-        x `[n, V/TP]` -> `[n/TP, V]`, columns by global id. Differentiable.
+        x `[n, V/TP]` -> `[n/TP, V]`, columns by global id. Differentiable. On one rank the result
+        shares x's memory.
 
     Collectives: one all-to-all over TP, forward and backward, of x's size.
 
@@ -38,7 +39,7 @@ def all_to_all_sp2vp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
     """The inverse of `all_to_all_vp2sp`: whole rows to every row's part of the vocabulary.
 
     Shape:
-        x `[n/TP, V]` -> `[n, V/TP]`. Differentiable.
+        x `[n/TP, V]` -> `[n, V/TP]`. Differentiable. On one rank the result shares x's memory.
 
     Collectives: one all-to-all over TP, forward and backward, of x's size.
 

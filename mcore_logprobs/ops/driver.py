@@ -11,8 +11,7 @@ An operation says what it takes of a chunk (`Forward`) and what the gradient of 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from mcore_logprobs.checks import autocast_enabled, not_traced
+from mcore_logprobs.collectives import once_differentiable
 from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.sources.head_operands import HeadTensors
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
@@ -162,50 +162,7 @@ def form_gradient(backward: Backward, source: Walked, gradient: Gradient) -> Res
     return gradient.finish()
 
 
-# ---- what both modes are: no double backward in silence, no autocast --------------------------
-
-
-def once_differentiable(backward: Callable[..., Results]) -> Callable[..., Results]:
-    """For an autograd.Function's backward whose result depends on what the forward saved.
-
-    torch's own looks at the upstream gradient alone: under create_graph=True it gives out gradients
-    without a graph where that is a constant, so that a penalty on them would train nothing, in
-    silence. Here such gradients raise a RuntimeError once they are differentiated.
-
-    Args:
-        backward: called as `backward(ctx, saved tensors, *grads)`. Those are unpacked once, as
-            hooks may bring them from far away. With `ctx.linear` set the result depends on grads
-            alone, up to constants: torch's own rule holds.
-    """
-
-    @functools.wraps(backward)
-    def once(ctx: FunctionCtx, *grads: Tensor | None) -> Results:
-        saved = ctx.saved_tensors  # type: ignore[attr-defined]
-        with torch.no_grad():
-            gradients = backward(ctx, saved, *grads)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return gradients
-        # Those alone are reached by a backward for some inputs only, as autograd.grad's.
-        depends_on = grads if getattr(ctx, "linear", False) else (*grads, *saved)
-        learning = [x for x in depends_on if isinstance(x, Tensor) and x.requires_grad]
-        return tuple(_Last.apply(x, *learning) if isinstance(x, Tensor) else x for x in gradients)
-
-    return once
-
-
-class _Last(torch.autograd.Function):
-    """A gradient, of what it depends on, that cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, grad: Tensor, *on: Tensor) -> Tensor:
-        return grad.detach()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
-        raise RuntimeError(
-            "mcore_logprobs' operations have no double backward (gradient of a gradient): expected "
-            "create_graph=False, or gradients that no loss depends on"
-        )
+# ---- what both modes are ------------------------------------------------------------------------
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -70,32 +70,31 @@ class TopKDivergence:
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         elif self.tail == "bin":
             student, teacher = _with_rest(student), _with_rest(teacher)
-        p, q = student.exp(), teacher.exp()
-        shares = self._shares(student, teacher, p, q)
-        if self.generalized:
-            # What is left of sum a log(a / b) - a + b for masses a and b that are not 1.
-            weight = {
-                "forward": 1.0,
-                "reverse": -1.0,
-                "skewed_forward": 1.0 - self.beta,
-                "skewed_reverse": -self.beta,
-            }.get(self.kind, 0.0)
-            shares = shares + weight * (p - q)
-        return shares.sum(-1)
+        return self._shares(student, teacher).sum(-1)
 
-    def _shares(self, student: Tensor, teacher: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    def _shares(self, student: Tensor, teacher: Tensor) -> Tensor:
         if self.kind == "forward":
-            return q * (teacher - student)
+            return self._share(teacher, student)
         if self.kind == "reverse":
-            return p * (student - teacher)
+            return self._share(student, teacher)
         if self.kind == "total_variation":
-            return 0.5 * (p - q).abs()
+            return 0.5 * (student.exp() - teacher.exp()).abs()
         mixture = torch.logaddexp(teacher + math.log(self.beta), student + math.log1p(-self.beta))
         if self.kind == "skewed_forward":
-            return q * (teacher - mixture)
+            return self._share(teacher, mixture)
         if self.kind == "skewed_reverse":
-            return p * (student - mixture)
-        return self.beta * q * (teacher - mixture) + (1.0 - self.beta) * p * (student - mixture)
+            return self._share(student, mixture)
+        of_teacher, of_student = self._share(teacher, mixture), self._share(student, mixture)
+        return self.beta * of_teacher + (1.0 - self.beta) * of_student
+
+    def _share(self, log_a: Tensor, log_b: Tensor) -> Tensor:
+        """a log(a / b), or what is generalized: a log(a / b) - a + b."""
+        a, log_ratio = log_a.exp(), log_b - log_a
+        if not self.generalized:
+            return -a * log_ratio
+        far = log_ratio.abs() >= 1.0
+        small = log_ratio.masked_fill(far, 0.0)  # near a = b the terms of the other form cancel
+        return torch.where(far, log_b.exp() - a - a * log_ratio, a * (torch.expm1(small) - small))
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:

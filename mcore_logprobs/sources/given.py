@@ -365,17 +365,19 @@ def given_logits(
 def _check_inplace_backward(logits: Tensor) -> None:
     """Refuse `inplace_backward=True` where the logits are needed elsewhere, as far as can be seen.
 
-    Seen are: a leaf, retained gradients, overlapping memory (an expanded tensor), and an operation
-    that saved its own output for its backward (softmax, tanh, exp, ...). Not seen are other
-    consumers that come later.
+    Seen are: a leaf and its views, retained gradients, overlapping memory (an expanded tensor), and
+    an operation that saved its own output for its backward (softmax, tanh, exp, ...). Not seen are
+    other consumers that come later.
 
     Raises:
         ValueError: says which.
     """
     if not (torch.is_grad_enabled() and logits.requires_grad):
         return
-    if logits.is_leaf:
-        raise ValueError("inplace_backward=True: expected the output of an operation, got a leaf")
+    base = None if torch.compiler.is_compiling() else logits._base
+    if logits.is_leaf or (base is not None and base.is_leaf):
+        got = "a leaf" if logits.is_leaf else "a view of a leaf"
+        raise ValueError(f"inplace_backward=True: expected the output of an operation, got {got}")
     if logits.retains_grad:
         raise ValueError("inplace_backward=True: the logits retain their gradient (retain_grad())")
     if any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -97,6 +98,8 @@ def _shard_and_gather(layout: str, cu: list[int] | None) -> None:
             gathered = context_parallel_gather(leaf, seq_dim=seq_dim, grad=grad, **options)
             _same(gathered.detach(), kept)
             before = upstream[rank].clone()
+            if gathered is not leaf:  # on one rank it is
+                gathered.mul_(1.0)
             gathered.backward(upstream[rank])
             torch.testing.assert_close(leaf.grad, expected.index_select(seq_dim, mine))
             assert torch.equal(upstream[rank], before)
@@ -205,6 +208,24 @@ def test_every_layout(ranks, cp, check):
         cases.append((check, layout, cu))
     for case, found in zip(cases, ranks(cp).run_many(_checked, cases), strict=True):
         assert isinstance(found, list), (case, found)
+
+
+def _second_derivatives() -> None:
+    for call in (
+        functools.partial(context_parallel_gather, grad="sum"),
+        functools.partial(context_parallel_gather, grad="slice"),
+        context_parallel_shift,
+    ):
+        x = torch.randn(2, 12, requires_grad=True)
+        values = call(x, cp_group=dist.group.WORLD)
+        (grad,) = torch.autograd.grad(values.pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no double backward"):
+            torch.autograd.grad(values.sum() + grad.square().sum(), x)
+
+
+def test_a_penalty_on_gradients_is_refused_not_dropped(ranks):
+    """torch's own once_differentiable leaves it out where autograd.grad names its inputs."""
+    ranks(2).run(_second_derivatives)
 
 
 def test_groups_that_change_from_call_to_call(ranks):

@@ -90,6 +90,11 @@ def test_bad_values(values: dict, message: str) -> None:
             1,
             "grpo.settings of DPPOLoss: .*unexpected keyword argument 'clip_low'",
         ),
+        (
+            {"grpo": {"objective": "DPPOLoss"}, "rollout": {"importance_cap": 2.0}},
+            1,
+            "rollout.importance_cap: expected 0 with DPPOLoss, .*got 2.0",
+        ),
         ({"parallel": {"tp": 0}}, 1, "parallel.tp: expected >= 1, got 0"),
         ({"seed": 2**70}, 1, "seed: expected between"),
         ({"grpo": {"objective": "GSPOLoss", "clip_low": 1.5}}, 1, "grpo.clip_low: expected in"),

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from rl.config import RolloutSection, RunConfig, SetupError, TaskSection, load_config
+from rl.config import (
+    GrpoSection,
+    RolloutSection,
+    RunConfig,
+    SetupError,
+    TaskSection,
+    load_config,
+)
 from rl.data import IGNORE, group_advantages, kept_ids, make_batch, make_task
 from rl.evaluate import Evaluation, Evaluator, Questions
 from rl.report import Reporter, StepRecord, plot_run, run_steps
@@ -39,6 +46,11 @@ def test_labels_are_the_next_tokens_of_the_answer() -> None:
     torch.testing.assert_close(batch.rollout_logprobs[0, 2:4], torch.tensor([-0.1, -0.2]))
     assert batch.advantages[0].tolist() == [0, 0, 2, 2, 0, 0, 0, 0]
     assert batch.mask.sum() == 3
+
+
+def test_a_draw_is_another_one_each_step_and_the_same_again_after_a_resume() -> None:
+    config = RunConfig(seed=5, grpo=GrpoSection(objective="ClipCovLoss"))
+    assert [config.loss(step).loss.seed for step in (0, 1, 7)] == [5, 6, 12]
 
 
 def test_a_batch_has_every_tensor_that_an_objective_takes() -> None:

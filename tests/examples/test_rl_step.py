@@ -20,7 +20,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 (once, for the ranks too)
 import yaml
 from rl import checkpoint, checks, optim
-from rl.config import RunConfig, SetupError, load_config, override, validate
+from rl.config import OF_THE_SAMPLER, RunConfig, SetupError, load_config, override, validate
 from rl.data import IGNORE, Batch, group_advantages
 from rl.layout import Layout, on_main
 from rl.optim import global_grad_norm
@@ -178,7 +178,8 @@ def _three_steps(file: str, tp: int, cp: int) -> list[dict[str, float]]:
 def test_any_objective_by_name_from_yaml(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Three steps with each, formed in the head; two-pass objectives under TP and CP."""
     values = yaml.safe_load(TINY.read_text())
-    values["rollout"] |= {"prompts": 4, "group_size": 4, "importance_cap": 2.0}
+    cap = 0.0 if name in OF_THE_SAMPLER else 2.0
+    values["rollout"] |= {"prompts": 4, "group_size": 4, "importance_cap": cap}
     values["grpo"] = {"objective": name, "micro_batch": 8, "kl_coef": 0.01}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     layout = (2, 2) if OBJECTIVES[name]().passes == 2 else (1, 1)
@@ -205,6 +206,32 @@ def test_an_objective_with_entropy(ranks: Ranks) -> None:
     without, with_term = (ranks(1).run(_entropy_term, c, timeout=280)[0] for c in (0.0, 0.1))
     expected = without["loss"] - 0.1 * without["entropy"]
     assert with_term["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def _ratio_to_the_engine(shift: float) -> float:
+    """The gradient's norm where the engine's log-probabilities are off by this."""
+    settings = {"objective": "IPOLoss", "settings": {"threshold": 1.0, "kl_coef": 0.0}}
+    sections = {
+        "rollout": {"prompts": 4, "group_size": 4},
+        "grpo": {"micro_batch": 16, "updates": 1, **settings},
+    }
+    with _trainer(sections=sections, tp=1, cp=1) as trainer:
+        roll_out = trainer.roll_out
+
+        def off() -> Any:
+            samples, questions = roll_out()
+            for sample in samples:
+                sample.logprobs = [logprob + shift for logprob in sample.logprobs]
+            return samples, questions
+
+        trainer.roll_out = off
+        return trainer.train_step()[0].grad_norm
+
+
+def test_an_objective_around_the_policy_that_sampled(ranks: Ranks) -> None:
+    """Its ratio is to the engine's probabilities, not to the trainer's own of the same weights."""
+    equal, half = (ranks(1).run(_ratio_to_the_engine, x, timeout=280)[0] for x in (0.0, -0.6931472))
+    assert half == pytest.approx(2.0 * equal, rel=1e-4)
 
 
 def _resume(out: str) -> list[tuple[Any, Any]]:
