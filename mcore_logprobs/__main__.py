@@ -29,11 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse(arguments[:1]).command
     function = resolve_name(f"mcore_logprobs.{COMMANDS[command][1]}")
-    if command == "run":  # the script's own exceptions pass through
-        return int(function(arguments[1:]))
+    if command == "run" and not {"-h", "--help"}.issuperset(arguments[1:2]):
+        return int(function(arguments[1:]))  # the script's own exceptions pass through
     try:
         status = int(function(arguments[1:]))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout once more when it ends, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,6 +17,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+import mcore_logprobs
 from mcore_logprobs.commands import check_script
 
 USAGE = "usage: python -m mcore_logprobs run [-m] SCRIPT ARGS..."
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"{USAGE}\n\n{__doc__}", file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"mcore-logprobs {mcore_logprobs.__version__}")
+        return 0
     as_module = arguments[0] == "-m"
     if as_module:
         arguments = arguments[1:]
@@ -67,8 +71,11 @@ def _run(script: str, arguments: list[str], as_module: bool) -> None:
         if as_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-            runpy.run_path(script, run_name="__main__")
+            path = os.path.abspath(script)  # as `__file__` is, too
+            if sys.path and sys.path[0] == os.getcwd():  # put there by `python -m`
+                del sys.path[0]
+            sys.path.insert(0, os.path.dirname(path))
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as stop:
         # A script that ends well by sys.exit still has to have used its flags; --help need not.
         if stop.code not in (None, 0) or {"-h", "--help"} & set(arguments):

@@ -13,12 +13,11 @@ R = TypeVar("R")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" of the closest known word, or of the only one that begins so; or ""."""
+    """ "; did you mean X?" of the only known word that begins so, or of the closest one; or ""."""
     words = list(known)
-    close = difflib.get_close_matches(word, words, n=1)
-    longer = [name for name in words if name.startswith(word)]
-    if not close and len(longer) == 1:
-        close = longer
+    close = [name for name in words if name.startswith(word)]
+    if len(close) != 1:
+        close = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -31,6 +31,23 @@ def test_right_function() -> None:
     assert max(row.error for row in report.rows) < 1e-5
 
 
+def test_a_border_of_any_shard_that_two_ranks_claim() -> None:
+    """Without a border in the middle of the vocabulary too."""
+    report = audit(audited.both_sides_of_a_border, tp=(1, 3))
+    assert verdicts(report)[1, "logprobs"] == "ok"
+    assert verdicts(report)[3, "logprobs"] == "WRONG"
+
+
+def test_the_package_s_own_result_by_its_parts() -> None:
+    call = {"entropy": True}
+    spec = "mcore_logprobs:vocab_parallel_token_stats"
+    report = audit(spec, kind="logprobs_entropy", tp=(1,), call=call)
+    assert report.ok, str(report)
+    assert "expected 2 tensors, got TokenStats" in str(
+        audit(spec, kind="logprobs_entropy", tp=(1,))
+    )
+
+
 def test_as_many_ids_as_the_vocabulary_has() -> None:
     """The ids' values are whole on every rank, whatever their number."""
     spec, call = "mcore_logprobs:vocab_parallel_gather", {"log_softmax": True}
@@ -187,7 +204,7 @@ def test_a_signal_ends_the_ranks_too(number: int, status: int) -> None:
 
 def test_every_kind_is_exact_for_itself() -> None:
     """The float64 parts against one another, where one follows from others."""
-    x = _inputs(24, "[b, s, V/TP]", 2.0, 0.0)
+    x = _inputs(24, 2, "[b, s, V/TP]", 2.0, 0.0)
     z, others = x["logits"].double(), {**x, "teacher": x["teacher"].double()}
     value = {name: kind.exact(z, others) for name, kind in KINDS.items()}
     p = value["log_softmax"][0].exp()

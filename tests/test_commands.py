@@ -54,6 +54,7 @@ for arguments in {HELP!r}:
         ),
         (["bench", "--row", "8"], "did you mean --rows?"),
         (["doctor", "--ful"], "did you mean --full?"),
+        (["bench", "--mem", "8"], "did you mean --memory-gib?"),
         (["audit", "a:b", "--kind", "logprob"], "did you mean logprobs?"),
         (["bench", "--dtype", "bf17"], "expected some of bf16, bfloat16, fp16"),
         (["doctor", "--zzz"], "unrecognized argument --zzz\n"),
@@ -124,6 +125,10 @@ sys.exit(m.main(["doctor"]))
         assert process.stderr.read() == b""
     assert process.returncode == 141
 
+    monkeypatch.setattr("sys.stdout", None)  # closed
+    monkeypatch.setattr("mcore_logprobs.__main__.resolve_name", lambda name: lambda arguments: 0)
+    assert main(["doctor"]) == 0
+
     def interrupted(arguments: object) -> int:
         raise KeyboardInterrupt
 
@@ -163,3 +168,17 @@ def test_somebody_s_own_environment_is_not_cleared(tmp_path) -> None:
     assert done.returncode == 1
     assert f"{own.parent} was not made by this script" in done.stderr
     assert own.read_text() == "kept"
+
+
+def test_run_gives_a_script_what_python_gives_it(tmp_path) -> None:
+    """Its own folder in place of the one that `python -m` runs in, and an absolute `__file__`."""
+    script = tmp_path / "sub" / "script.py"
+    script.parent.mkdir()
+    script.write_text("import sys; print(__file__, __name__, sys.argv[1:], sys.path)")
+    printed = []
+    for way in ((), ("-m", "mcore_logprobs", "run")):
+        command = [sys.executable, *way, "sub/script.py", "--x"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]
+    assert printed[0].startswith(f"{script} __main__ ['--x'] ['{script.parent}', ")

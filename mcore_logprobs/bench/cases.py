@@ -413,6 +413,8 @@ def invariant_case(shape: Shape) -> Workload:
     hidden, weight, target = _head(shape)
     logits = shape.randn(shape.rows, shape.width, std=4.0, shared=False).requires_grad_()
     segments = math.lcm(8, group_size(shape.group))
+    if shape.vocab % segments:
+        raise SystemExit(f"--vocab: {shape.vocab} is not divisible by {segments} segments")
     contenders = []
     for name, options in (("", {}), (f", {segments} segments", {"invariant_segments": segments})):
         keywords: dict[str, Any] = {"tp_group": shape.group, **options}

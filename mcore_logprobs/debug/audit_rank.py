@@ -29,6 +29,7 @@ from torch import Tensor
 
 from mcore_logprobs.debug import oracle
 from mcore_logprobs.debug.oracle import BOUND, KINDS, Kind
+from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.spelling import nearest
 
 _LAYOUTS = ("[b, s, V/TP]", "[n, V/TP]", "[b, s, V/TP] of [s, b]")
@@ -251,7 +252,7 @@ def _cases(job: Job, rank: int, group: object) -> Iterator[dict[str, object]]:
         accepted = False
         for spread, (scale, offset) in _SPREADS.items():
             case = {"tp": job.size, "rank": rank, "layout": layout, "spread": spread}
-            inputs = _inputs(job.vocab, layout, scale, offset)
+            inputs = _inputs(job.vocab, job.size, layout, scale, offset)
             mine, failure = "ok", Finding()
             try:
                 rows = _one(fn, kind, inputs, job, rank, group)
@@ -298,20 +299,26 @@ def _endings(job: Job, case: str, rank: int, mine: str) -> set[str]:
         time.sleep(0.002)
 
 
-def _inputs(vocab: int, layout: str, scale: float, offset: float) -> dict[str, Tensor]:
-    """Inputs, the same on every rank: whole logits with an odd number of tokens."""
+def _inputs(vocab: int, size: int, layout: str, scale: float, offset: float) -> dict[str, Tensor]:
+    """Inputs, the same on every rank: whole logits of an odd number of tokens, with targets and ids
+    on either side of every shard's borders.
+    """
     generator = torch.Generator().manual_seed(11)
-    shape = (7,) if layout == _LAYOUTS[1] else (2, 5)
+    first = torch.arange(size) * (vocab // size)
+    borders = torch.cat([first, (first - 1) % vocab])
+    shape = (max(7, 2 * size + 1),) if layout == _LAYOUTS[1] else (2, max(5, size | 1))
     logits = torch.randn(*shape, vocab, generator=generator) * scale + offset
     if layout == _LAYOUTS[2]:
         logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
     target = torch.randint(0, vocab, shape, generator=generator)
-    target.view(-1)[:4] = torch.tensor([0, vocab // 2 - 1, vocab // 2, vocab - 1])
+    target.view(-1)[: len(borders)] = borders
+    ids = torch.randint(0, vocab, (*shape, 3), generator=generator)
+    ids.view(-1, 3)[: len(borders), 1] = borders
     return {
         "logits": logits,
         "target": target,
         "teacher": torch.randn(*shape, vocab, generator=generator) * scale + offset,
-        "ids": torch.randint(0, vocab, (*shape, 3), generator=generator),
+        "ids": ids,
         "upstream": torch.randn(*shape, generator=generator) * 2,
     }
 
@@ -344,9 +351,13 @@ def _one(
         result = _call(fn, kind, by_parameter, dict(job.call))
     except Exception as error:
         raise _Refusal(error) from error
-    results = tuple(result) if isinstance(result, tuple | list) else (result,)
-    if len(results) < len(kind.parts) or not isinstance(results[0], Tensor):
-        raise TypeError(f"expected {len(kind.parts)} tensors, got {type(result).__name__}")
+    told = type(result).__name__
+    if isinstance(result, TokenStats):
+        result = tuple(getattr(result, part, None) for part in kind.parts)
+    results: Any = tuple(result) if isinstance(result, tuple | list) else (result,)
+    results = results[: len(kind.parts)]
+    if len(results) < len(kind.parts) or not all(isinstance(x, Tensor) for x in results):
+        raise TypeError(f"expected {len(kind.parts)} tensors, got {told}")
     rows = []
     loss, exact_loss = torch.zeros(()), torch.zeros((), dtype=torch.float64)
     for i, (part, want) in enumerate(zip(kind.parts, exact, strict=True)):

@@ -67,15 +67,16 @@ def attach_backward_hooks(
 
 
 def is_sharded(weight: Tensor, *around: nn.Module) -> bool:
-    """Whether FSDP2 or Megatron-FSDP shards a weight, as far as it and modules around it tell.
+    """Whether torch's or Megatron's FSDP shards a weight, as far as it and modules around it tell.
 
     The weight is then there only in the model's own forward and backward, whose begin FSDP sees at
     tensors that the model returns.
     """
     kinds = {kind.__name__ for module in around for kind in type(module).__mro__}
     marked = any(hasattr(weight, name) for name in ("__fsdp_param__", _GROUP))
+    flat = hasattr(weight._base, "_is_flat_param")  # of torch's first version
     hooked = any(_output_hooks(module) for module in around)
-    return "FSDPModule" in kinds or marked or hooked
+    return "FSDPModule" in kinds or marked or flat or hooked
 
 
 _GROUP = "_mfsdp_parameter_group"

@@ -46,7 +46,9 @@ def find_language_models(model: object) -> list[nn.Module]:
     """The Megatron language models inside `model`, one for each virtual pipeline chunk.
 
     Looks through lists of chunks and through any wrapper's submodules (DDP, Float16Module, FSDP,
-    `torch.compile`, PEFT, vision-language models), and not inside a language model once found.
+    `torch.compile`, PEFT, vision-language models), and not inside a language model once found. A
+    pipeline stage that has the encoders of a vision-language model alone stands for itself: like
+    other stages it has no head.
 
     Raises:
         ValueError: a chunk with no language model, or with several side by side (a policy next to
@@ -80,6 +82,8 @@ def _outermost(module: nn.Module) -> list[nn.Module]:
         getattr(type(module), "compute_language_model_loss", None)
     )
     if brings_loss and ("post_process" in own or "output_layer" in own.get("_modules", {})):
+        return [module]
+    if own.get("language_model", module) is None:  # LLaVAModel(add_decoder=False), MimoModel
         return [module]
     # A wrapper may have a method of its own, which calls that of the model within.
     inside = [one for child in children if child is not None for one in _outermost(child)]
@@ -251,7 +255,9 @@ def own_loss(language_model: LanguageModule) -> str:
     """Who brings a `compute_language_model_loss`: "class", "instance", or "" (Megatron alone)."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    loss = language_model.compute_language_model_loss
+    loss = getattr(language_model, "compute_language_model_loss", None)
+    if loss is None:  # a stage of encoders
+        return ""
     if _is_ours(loss):
         return loss.__self__.own_loss
     if getattr(loss, "__func__", None) is LanguageModule.compute_language_model_loss:

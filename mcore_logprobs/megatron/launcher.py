@@ -68,7 +68,8 @@ class Launcher:
         self._of_flags = {name: x for name, x in vars(told).items() if x is not unset}
         if unknown := [a for a in rest if a.startswith(FLAG)]:
             flags = [flag for flag in parser._option_string_actions if flag.startswith(FLAG)]
-            hint = nearest(unknown[0].partition("=")[0], flags)
+            flag = unknown[0].partition("=")[0]
+            hint = "; expected before '--'" if flag in flags else nearest(flag, flags)
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         try:
             LogprobConfig.from_args(self._settings)

@@ -33,6 +33,15 @@ def plain_all_reduce(logits: Tensor, labels: Tensor, *, tp_group: dist.ProcessGr
     return picked
 
 
+def both_sides_of_a_border(logits: Tensor, labels: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+    """A shard's first column counts on the rank before, too: `<=` where `<` is meant."""
+    width = logits.shape[-1]
+    claimed = labels - tp_group.rank() * width == width
+    again = torch.where(claimed, logits[..., -1].detach(), 0.0)
+    dist.all_reduce(again, group=tp_group)
+    return right(logits, labels, tp_group) + again
+
+
 def twice_the_gradient(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
     value = right(logits, labels, group)
     return 2 * value - value.detach()

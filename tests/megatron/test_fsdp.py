@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 from mcore_logprobs import LogprobConfig, patch_model, unpatch_model
 from mcore_logprobs.cpu_megatron import models as mm
@@ -264,3 +268,35 @@ def processor(tp: int) -> None:
 
 def test_output_processor(ranks):
     ranks(2).run(processor, 1)
+
+
+def lazy_under_the_first_version() -> dict[str, Any]:
+    with megatron() as parallel_state, log_lines() as lines:
+        model = mm.build_gpt_model(tiny_config(1), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        expected, expected_grads = train(model, [batch], of_logits)
+        patch_model(model, LogprobConfig(logits="lazy"))
+        group = parallel_state.get_data_parallel_group()
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        wrapped = FullyShardedDataParallel(model, group, **options)
+        got, _ = train(wrapped, [batch], of_logits)
+        with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return {
+            "loss": relative(got[0], expected[0]),
+            "grad": worst(grads, expected_grads),
+            "lines": [line for line in lines if "FSDP shards its weight" in line],
+        }
+
+
+def of_logits(model: Any, batch: dict[str, Any]) -> Tensor:
+    logits = model(**batch["inputs"])
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), reduction="none"
+    ).view(batch["labels"].shape)
+
+
+def test_lazy_logits_are_real_under_the_first_version_too(ranks) -> None:
+    for found in ranks(2).run(lazy_under_the_first_version):
+        assert max(found["loss"], found["grad"]) < 1e-5
+        assert len(found["lines"]) == 1

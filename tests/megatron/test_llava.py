@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.megatron import patch_gpt_model
+from mcore_logprobs.megatron import head_report, patch_gpt_model
 from mcore_logprobs.ops.token_stats import TokenStats
 from tests.megatron.common import VOCAB, loss_of, megatron, relative, tiny_config, worst
 
@@ -16,16 +16,18 @@ IMAGE, PATCH, TEXT = 8, 4, 10  # an image is 2 x 2 patches and takes one text to
 PLACE = -200  # Megatron's token for an image
 
 
-def build(tp: int, tied: bool) -> Any:
+def build(tp: int, tied: bool, *, encoder: bool = True, decoder: bool = True) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.multimodal.llava_model import LLaVAModel
     from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
 
-    language = tiny_config(tp)
+    # Each part is whole on its stage.
+    parts = {"pipeline_model_parallel_size": 1, "pipeline_dtype": torch.float32}
+    language = tiny_config(tp, **parts)
     language.language_model_type = "dummy"
-    vision = tiny_config(tp, num_layers=1, normalization="LayerNorm")
+    vision = tiny_config(tp, num_layers=1, normalization="LayerNorm", **parts)
     vision.vision_model_type = "internvit"  # clip asks for Apex's or Transformer Engine's norm
     torch.manual_seed(11)
     return LLaVAModel(
@@ -36,12 +38,16 @@ def build(tp: int, tied: bool) -> Any:
         vision_transformer_config=vision,
         vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
         drop_vision_class_token=False,
-        vision_projection_config=tiny_config(tp, num_layers=1),
+        vision_projection_config=tiny_config(tp, num_layers=1, **parts),
         vision_projection_layer_spec=MLPSubmodules(
             linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
         ),
         language_position_embedding_type="rope",
         share_embeddings_and_output_weights=tied,
+        pre_process=encoder,
+        post_process=decoder,
+        add_encoder=encoder,
+        add_decoder=decoder,
         img_h=IMAGE,
         img_w=IMAGE,
         patch_dim=PATCH,
@@ -102,3 +108,19 @@ def compare(tp: int, tied: bool, settings: dict[str, Any]) -> dict[str, float]:
 def test_same_loss_and_gradients(ranks, tp, settings, tied):
     for errors in ranks(tp).run(compare, tp, tied, settings):
         assert max(errors.values()) < 1e-5
+
+
+def _stages(fused: bool | str) -> int:
+    """Heads of this stage that were patched."""
+    with megatron(pp=2) as parallel_state:
+        first = parallel_state.get_pipeline_model_parallel_rank() == 0
+        model = build(1, False, encoder=first, decoder=not first)
+        with patch_gpt_model(model, LogprobConfig(fused=fused)) as handle:
+            with handle.options(output="loss"):
+                assert head_report(model).fusable
+            return len(handle.reports)
+
+
+@pytest.mark.parametrize("fused", [True, "require"])
+def test_a_pipeline_stage_of_encoders_alone_is_left_as_it_is(ranks, fused):
+    assert ranks(2).run(_stages, fused) == [0, 1]

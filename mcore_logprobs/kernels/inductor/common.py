@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -167,7 +168,7 @@ def obstacle() -> str | None:
     if len(_failures) >= _HOPELESS and not _warm:
         return next(iter(_failures.values()))
     if compiler() is None:
-        return "no C++ compiler found (CXX, g++, clang++)"
+        return f"no C++ compiler found: torch looks for {_compiler_name()}"
     if (
         os.environ.get("TORCHDYNAMO_DISABLE") == "1"
         or os.environ.get("TORCH_COMPILE_DISABLE") == "1"
@@ -179,10 +180,13 @@ def obstacle() -> str | None:
 @cache
 def compiler() -> str | None:
     """The C++ compiler that inductor will find, or None."""
-    for name in (os.environ.get("CXX"), "g++", "clang++"):
-        if name and shutil.which(name):
-            return name
-    return None
+    name = _compiler_name()
+    return name if shutil.which(name) else None
+
+
+def _compiler_name() -> str:
+    """As `torch._inductor.config.cpp.cxx` has it, which takes seconds to import."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 # ---- a gradient over its logits, or beside them ------------------------------------------------
