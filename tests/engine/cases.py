@@ -98,7 +98,7 @@ HIDDEN_AXES: dict[str, Sequence[Any]] = {
 # Keywords of a call whose value is the setting itself. The default is left to the operation.
 KEYWORDS = ("vocab_size", "chunk_size", "softcap", "logit_scale", "compact", "sequence_parallel")
 KEYWORDS += ("gradient_accumulation_fusion", "saved_bytes", "ignore_index")
-MEMORY = ("layout", "hooks", "checkpoint")  # covered in threes
+MEMORY = ("layout", "hooks", "checkpoint")  # covered in threes, of logits that are read in place
 SEVERAL_RANKS = (  # so are these
     ("budgets", "tp", "vocab"),
     ("tp", "vocab_size", "chunk_size"),
@@ -180,6 +180,9 @@ CONFLICTS: dict[str, Callable[[Get, Subject], Any]] = {
     "ranks with other layouts save other tensors": (
         lambda s, op: s("tampered") and s("layout") == "each rank's own"
     ),
+    "cells of 24 columns are many enough": (
+        lambda s, op: s("budgets") == "one cell" and s("vocab", VOCAB) != VOCAB
+    ),
     "there are not so many ids": lambda s, op: (s("topk") or 0) > s("vocab", VOCAB),
     "a checkpoint computes again from new values": (
         lambda s, op: s("tampered") and s("checkpoint", "none") != "none"
@@ -230,7 +233,7 @@ class Case:
 def cases_of(op: Subject, source: str) -> list[Case]:
     """Every pair of settings, and every three of those about memory and several ranks."""
     axes = axes_of(op, source)
-    together = [MEMORY] if op.differentiable else []
+    together = [MEMORY] if op.differentiable and source == "logits" else []
     together += [group for group in SEVERAL_RANKS if axes.keys() >= set(group)]
     rows = covering(axes, lambda s: allowed(op, {"source": source} | s), together, cheap=("tp",))
     return [Case(op.name, row) for row in rows]
