@@ -285,9 +285,7 @@ warnings.filterwarnings(
 
 
 class GroupContext(FunctionCtx):
-    """Attributes:
-    linear: of `once_differentiable`.
-    """
+    """What a function over a group keeps for its backward; linear as in `once_differentiable`."""
 
     group: ProcessGroup
     linear: bool
@@ -313,7 +311,7 @@ def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gra
             gradients = backward(ctx, saved, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return gradients
-        # Those alone are reached by a backward for some inputs only, as autograd.grad's.
+        # autograd.grad reaches only these, where it is asked for some inputs.
         depends_on = grads if getattr(ctx, "linear", False) else (*grads, *saved)
         learning = [x for x in depends_on if isinstance(x, Tensor) and x.requires_grad]
         return tuple(_Last.apply(x, *learning) if isinstance(x, Tensor) else x for x in gradients)

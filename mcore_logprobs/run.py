@@ -71,11 +71,11 @@ def _run(script: str, arguments: list[str], as_module: bool) -> None:
         if as_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            path = os.path.abspath(script)  # as `__file__` is, too
-            if sys.path and sys.path[0] == os.getcwd():  # put there by `python -m`
-                del sys.path[0]
-            sys.path.insert(0, os.path.dirname(path))
-            runpy.run_path(path, run_name="__main__")
+            if sys.path[:1] == [os.getcwd()] and not getattr(sys.flags, "safe_path", False):
+                del sys.path[0]  # put there by `python -m`
+            if script.endswith(".py"):  # else a folder or an archive, which runpy puts there
+                sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+            runpy.run_path(os.path.abspath(script), run_name="__main__")  # as `__file__` is
     except SystemExit as stop:
         # A script that ends well by sys.exit still has to have used its flags; --help need not.
         if stop.code not in (None, 0) or {"-h", "--help"} & set(arguments):

@@ -32,7 +32,7 @@ def test_right_function() -> None:
 
 
 def test_a_border_of_any_shard_that_two_ranks_claim() -> None:
-    """Without a border in the middle of the vocabulary too."""
+    """At TP 3 no border is in the middle of the vocabulary."""
     report = audit(audited.both_sides_of_a_border, tp=(1, 3))
     assert verdicts(report)[1, "logprobs"] == "ok"
     assert verdicts(report)[3, "logprobs"] == "WRONG"

@@ -360,6 +360,27 @@ def test_refused_where_the_logits_are_needed(make):
     assert torch.equal(logits.detach(), kept)
 
 
+class _Head(torch.autograd.Function):
+    """A product whose view is given, as fused layers and DTensor's local part are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 2.0).view(4, VOCAB)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0].view(2, 2, VOCAB) * 2.0
+
+
+def test_a_view_that_an_autograd_function_gives_is_no_view_of_a_leaf():
+    x, target = torch.randn(2, 2, VOCAB, requires_grad=True), make_target((4,), VOCAB)
+    upstream, gradients = torch.randn(4), []
+    for inplace in (False, True):
+        logprobs = vocab_parallel_logprobs(_Head.apply(x), target, inplace_backward=inplace)
+        gradients += torch.autograd.grad(logprobs, x, upstream)
+    assert torch.equal(*gradients)
+
+
 def test_a_leaf_is_fine_where_no_gradient_is_asked_for():
     logits = torch.randn(4, VOCAB, requires_grad=True)
     target = make_target((4,), VOCAB)

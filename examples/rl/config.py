@@ -18,7 +18,7 @@ import yaml
 
 from mcore_logprobs import LogprobConfig
 from mcore_logprobs.config import unique_keys
-from mcore_logprobs.losses import OBJECTIVES, RegularizedLoss, WeightedLoss
+from mcore_logprobs.losses import OBJECTIVES, ClipCovLoss, RegularizedLoss, WeightedLoss
 
 # Their trust region is around the policy that sampled: old_logprobs are the rollout engine's, where
 # the others' are the trainer's before the first update.
@@ -160,8 +160,10 @@ class RunConfig:
         clip = {"clip_low": g.clip_low, "clip_high": g.clip_high}
         settings = {**(clip if g.objective == "ClippedLoss" else {}), **g.settings}
         if g.objective == "ClipCovLoss":
-            settings["seed"] = settings.get("seed", self.seed) + step
+            settings.setdefault("seed", self.seed)
         loss = OBJECTIVES[g.objective](**settings)
+        if isinstance(loss, ClipCovLoss):
+            loss = dataclasses.replace(loss, seed=loss.seed + step)
         weighted = WeightedLoss(loss) if self.rollout.importance_cap > 0 else loss
         return RegularizedLoss(weighted, kl_coef=g.kl_coef)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -157,7 +158,7 @@ def main(
         every = [
             (what, shape)
             for what in (named if args.what else default)
-            for shape in _shapes(sizes[device.type][what], args, device, group)
+            for shape in _shapes(what, sizes[device.type][what], args, device, group)
         ]
         if not every:
             parser.exit(2, "bench: no shape is left to measure\n" if first else "")
@@ -206,12 +207,14 @@ def _start_ranks(device: torch.device) -> bool:
 
 
 def _shapes(
-    default: tuple[list[int], int, int], args: Any, device: torch.device, group: Any
+    what: str, default: tuple[list[int], int, int], args: Any, device: torch.device, group: Any
 ) -> list[Shape]:
-    """The shapes that the flags ask for; those that do not fit are left out, and said to be."""
+    """The shapes of a case that the flags ask for; those that do not fit are left out, and said to
+    be.
+    """
     import torch
 
-    from mcore_logprobs.bench.cases import Shape
+    from mcore_logprobs.bench.cases import SEGMENTS, Shape
 
     rows, padded, hidden = default
     if args.model:
@@ -223,12 +226,16 @@ def _shapes(
         rows, vocab = rows[:1], _SWEEP["vocab"]
     rows, vocab = args.rows or rows, args.vocab or vocab
     size = 1 if group is None else group.size()
+    parts = math.lcm(SEGMENTS, size) if what == "invariant" else size
     shapes = []
     for dtype in (getattr(torch, name) for name in args.dtype):
         for v in vocab:
             for n in rows:
-                if v % size:
-                    raise SystemExit(f"--vocab: {v} is not divisible by {size} ranks")
+                if v % parts:
+                    ranks = f"{what} on {size} ranks"
+                    raise SystemExit(
+                        f"--vocab: expected a multiple of {parts} for {ranks}, got {v}"
+                    )
                 shape = Shape(n, v, args.hidden or hidden, dtype, device, group)
                 needed = n * shape.width * dtype.itemsize / 2**30
                 if args.memory_gib and needed > args.memory_gib:

@@ -206,7 +206,7 @@ class _Gather(torch.autograd.Function):
         if where.in_order and dim == 0:
             return slots
         slots = slots.movedim(0, dim)
-        if where.in_order:  # no view, which torch lets nobody change in place
+        if where.in_order:  # a view made here could not be changed in place
             return slots.clone(memory_format=torch.contiguous_format)
         # Permutes and, as its output is contiguous, puts the sequence back at its dimension.
         return _select(slots, dim, where.gather_order())

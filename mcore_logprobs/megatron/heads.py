@@ -46,9 +46,9 @@ def find_language_models(model: object) -> list[nn.Module]:
     """The Megatron language models inside `model`, one for each virtual pipeline chunk.
 
     Looks through lists of chunks and through any wrapper's submodules (DDP, Float16Module, FSDP,
-    `torch.compile`, PEFT, vision-language models), and not inside a language model once found. A
-    pipeline stage that has the encoders of a vision-language model alone stands for itself: like
-    other stages it has no head.
+    `torch.compile`, PEFT, vision-language models), and not inside a language model once found. Of a
+    vision-language model's pipeline stage that has only encoders, the model itself is returned: a
+    stage without a head.
 
     Raises:
         ValueError: a chunk with no language model, or with several side by side (a policy next to
@@ -83,11 +83,12 @@ def _outermost(module: nn.Module) -> list[nn.Module]:
     )
     if brings_loss and ("post_process" in own or "output_layer" in own.get("_modules", {})):
         return [module]
-    if own.get("language_model", module) is None:  # LLaVAModel(add_decoder=False), MimoModel
-        return [module]
     # A wrapper may have a method of its own, which calls that of the model within.
     inside = [one for child in children if child is not None for one in _outermost(child)]
-    return inside or [module] * brings_loss
+    # LLaVAModel(add_decoder=False), and a MimoModel of encoders.
+    without = own.get("language_model", module) is None
+    encoders = without and "MegatronModule" in {kind.__name__ for kind in type(module).__mro__}
+    return inside or [module] * (brings_loss or encoders)
 
 
 def has_head(language_model: object) -> bool:

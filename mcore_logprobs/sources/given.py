@@ -375,7 +375,9 @@ def _check_inplace_backward(logits: Tensor) -> None:
     if not (torch.is_grad_enabled() and logits.requires_grad):
         return
     base = None if torch.compiler.is_compiling() else logits._base
-    if logits.is_leaf or (base is not None and base.is_leaf):
+    # A view that was made without gradients, as within an autograd function, has no graph below it.
+    of_leaf = base is not None and base.is_leaf and base.requires_grad
+    if logits.is_leaf or of_leaf:
         got = "a leaf" if logits.is_leaf else "a view of a leaf"
         raise ValueError(f"inplace_backward=True: expected the output of an operation, got {got}")
     if logits.retains_grad:

@@ -210,21 +210,13 @@ def test_an_objective_with_entropy(ranks: Ranks) -> None:
 
 def _ratio_to_the_engine(shift: float) -> float:
     """The gradient's norm where the engine's log-probabilities are off by this."""
-    settings = {"objective": "IPOLoss", "settings": {"threshold": 1.0, "kl_coef": 0.0}}
-    sections = {
-        "rollout": {"prompts": 4, "group_size": 4},
-        "grpo": {"micro_batch": 16, "updates": 1, **settings},
-    }
+    grpo = {"objective": "IPOLoss", "settings": {"threshold": 1.0, "kl_coef": 0.0}, "updates": 1}
+    sections = {"rollout": {"prompts": 4, "group_size": 4}, "grpo": {"micro_batch": 16, **grpo}}
     with _trainer(sections=sections, tp=1, cp=1) as trainer:
-        roll_out = trainer.roll_out
-
-        def off() -> Any:
-            samples, questions = roll_out()
-            for sample in samples:
-                sample.logprobs = [logprob + shift for logprob in sample.logprobs]
-            return samples, questions
-
-        trainer.roll_out = off
+        samples, questions = trainer.roll_out()
+        for sample in samples:
+            sample.logprobs = [logprob + shift for logprob in sample.logprobs]
+        trainer.roll_out = lambda: (samples, questions)
         return trainer.train_step()[0].grad_norm
 
 

@@ -50,12 +50,29 @@ class WithLossMethod(nn.Module):
         return self.language_model(*args, **kwargs)
 
 
+class Encoders(nn.Module):
+    """As a vision-language model that keeps its language model under another name."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        super().__init__()
+        self.language_model, self.llm = None, model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.llm(*args, **kwargs)
+
+
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "delegating": Delegating,
     "delegating twice": lambda model: Delegating(Delegating(model)),
     "torch.compile": lambda model: torch.compile(model, backend="eager"),
     "a loss method": WithLossMethod,
+    "another name": Encoders,
 }
+
+
+def test_a_module_without_any_megatron_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected a Megatron GPTModel .*, got Encoders"):
+        find_language_models(Encoders(None))
 
 
 @pytest.mark.parametrize("build", [gpt, hybrid])

@@ -168,7 +168,7 @@ def obstacle() -> str | None:
     if len(_failures) >= _HOPELESS and not _warm:
         return next(iter(_failures.values()))
     if compiler() is None:
-        return f"no C++ compiler found: torch looks for {_compiler_name()}"
+        return f"no C++ compiler found: torch looks for {_compiler_name()!r}"
     if (
         os.environ.get("TORCHDYNAMO_DISABLE") == "1"
         or os.environ.get("TORCH_COMPILE_DISABLE") == "1"
