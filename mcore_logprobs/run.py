@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import zipfile
 from collections.abc import Sequence
 
 import mcore_logprobs
@@ -73,7 +74,7 @@ def _run(script: str, arguments: list[str], as_module: bool) -> None:
         else:
             if sys.path[:1] == [os.getcwd()] and not getattr(sys.flags, "safe_path", False):
                 del sys.path[0]  # put there by `python -m`
-            if script.endswith(".py"):  # else a folder or an archive, which runpy puts there
+            if os.path.isfile(script) and not zipfile.is_zipfile(script):  # those runpy puts there
                 sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
             runpy.run_path(os.path.abspath(script), run_name="__main__")  # as `__file__` is
     except SystemExit as stop:

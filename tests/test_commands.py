@@ -172,12 +172,12 @@ def test_somebody_s_own_environment_is_not_cleared(tmp_path) -> None:
 
 def test_run_gives_a_script_what_python_gives_it(tmp_path) -> None:
     """Its own folder in place of the one that `python -m` runs in, and an absolute `__file__`."""
-    script = tmp_path / "sub" / "script.py"
+    script = tmp_path / "sub" / "script"
     script.parent.mkdir()
     script.write_text("import sys; print(__file__, __name__, sys.argv[1:], sys.path)")
     printed = []
     for way in ((), ("-m", "mcore_logprobs", "run")):
-        command = [sys.executable, *way, "sub/script.py", "--x"]
+        command = [sys.executable, *way, "sub/script", "--x"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         printed.append(done.stdout)
     assert printed[0] == printed[1]
