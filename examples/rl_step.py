@@ -49,7 +49,7 @@ from rl.weights import Policy, WeightBridge, build_policy
 
 from mcore_logprobs import LogprobConfig, TokenStats, patch_model
 from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
-from mcore_logprobs.losses import clip_fraction, truncated_importance_weights
+from mcore_logprobs.losses import RegularizedLoss, clip_fraction, truncated_importance_weights
 
 
 class GrpoTrainer:
@@ -58,7 +58,7 @@ class GrpoTrainer:
     def __init__(
         self, config: RunConfig, layout: Layout, say: Callable[[str], None] = print
     ) -> None:
-        self.config, self.layout, self.step, self.loss = config, layout, 0, config.loss()
+        self.config, self.layout, self.step = config, layout, 0
         self.say = say if layout.is_main else lambda text: None
         self.engine: RolloutEngine | VllmEngine | None = None  # on rank 0, as is the task
         self.llama, self.pad = on_main(self._start_engine)
@@ -131,7 +131,7 @@ class GrpoTrainer:
         if config.grpo.objective in OF_THE_SAMPLER:
             batch.old_logprobs = batch.rollout_logprobs
 
-        self.loss, updates = config.loss(self.step), []
+        updates = []
         for number in range(config.grpo.updates):  # 3. clipped updates
             if number and config.rollout.filters and not config.rollout.replays:
                 # The trainer's own filter has moved with the policy, too.
@@ -187,6 +187,10 @@ class GrpoTrainer:
         shape = torch.Size((*batch.tokens.shape, 3))
         logprobs, entropy, rank = whole_rows(parts, shape, self.layout).unbind(-1)
         return TokenStats(logprobs, entropy, rank.long(), None)
+
+    @property
+    def loss(self) -> RegularizedLoss:
+        return self.config.loss(self.step)
 
     def accumulate_gradients(self, batch: Batch) -> dict[str, float]:
         """One forward and backward over the batch; leaves the mean loss's gradient, summed over all

@@ -56,6 +56,7 @@ for arguments in {HELP!r}:
         (["doctor", "--ful"], "did you mean --full?"),
         (["bench", "--mem", "8"], "did you mean --memory-gib?"),
         (["audit", "a:b", "--kind", "logprob"], "did you mean logprobs?"),
+        (["run", __file__, "--", "--logprob-entropy"], "expected before '--'"),
         (["bench", "--dtype", "bf17"], "expected some of bf16, bfloat16, fp16"),
         (["doctor", "--zzz"], "unrecognized argument --zzz\n"),
     ],
@@ -170,8 +171,16 @@ def test_somebody_s_own_environment_is_not_cleared(tmp_path) -> None:
     assert own.read_text() == "kept"
 
 
+def test_a_vocabulary_that_no_segment_divides_is_refused_before_the_measurements(capsys) -> None:
+    with pytest.raises(
+        SystemExit, match="--vocab: expected a multiple of 8 for invariant, got 500"
+    ):
+        main(["bench", "invariant", "--vocab", "504,500", "--busy-ok"])
+    assert "GiB" not in capsys.readouterr().out
+
+
 def test_run_gives_a_script_what_python_gives_it(tmp_path) -> None:
-    """Its own folder in place of the one that `python -m` runs in, and an absolute `__file__`."""
+    """The script's folder first on sys.path, not the working folder, and an absolute `__file__`."""
     script = tmp_path / "sub" / "script"
     script.parent.mkdir()
     script.write_text("import sys; print(__file__, __name__, sys.argv[1:], sys.path)")

@@ -34,7 +34,7 @@ class _CheckAlone(CollectivesMade):
         if func.namespace == "c10d":
             sent = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             is_check = not self.made and all(tensor.dtype == torch.uint8 for tensor in sent)
-            assert is_check, f"{func} in place of the check, or after it"
+            assert is_check, f"{func} instead of the check, or after it"
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -155,15 +155,15 @@ class RunConfig:
     logprobs: dict[str, Any] = field(default_factory=dict)
 
     def loss(self, step: int = 0) -> RegularizedLoss:
-        """A loss per token: the objective, importance-weighted, with KL; a draw is of its step."""
+        """A loss per token: the objective, importance-weighted, with KL. What it draws depends on
+        the step.
+        """
         g = self.grpo
         clip = {"clip_low": g.clip_low, "clip_high": g.clip_high}
         settings = {**(clip if g.objective == "ClippedLoss" else {}), **g.settings}
-        if g.objective == "ClipCovLoss":
-            settings.setdefault("seed", self.seed)
         loss = OBJECTIVES[g.objective](**settings)
         if isinstance(loss, ClipCovLoss):
-            loss = dataclasses.replace(loss, seed=loss.seed + step)
+            loss = dataclasses.replace(loss, seed=loss.seed + self.seed + step)
         weighted = WeightedLoss(loss) if self.rollout.importance_cap > 0 else loss
         return RegularizedLoss(weighted, kl_coef=g.kl_coef)
 

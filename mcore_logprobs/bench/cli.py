@@ -232,10 +232,7 @@ def _shapes(
         for v in vocab:
             for n in rows:
                 if v % parts:
-                    ranks = f"{what} on {size} ranks"
-                    raise SystemExit(
-                        f"--vocab: expected a multiple of {parts} for {ranks}, got {v}"
-                    )
+                    raise SystemExit(f"--vocab: expected a multiple of {parts} for {what}, got {v}")
                 shape = Shape(n, v, args.hidden or hidden, dtype, device, group)
                 needed = n * shape.width * dtype.itemsize / 2**30
                 if args.memory_gib and needed > args.memory_gib:
