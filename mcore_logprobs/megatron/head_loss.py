@@ -71,7 +71,7 @@ def head_output(
         else:
             if not isinstance(known, LazyLogits):  # which are a source, and are not materialized
                 require_fused(call.config, reason, tp_group)
-            known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
+            known = own_columns(known, tp_group, getattr(head.base, "output_size", None))
             rows = request.tokens.head_rows
             if rows is not None:
                 known = known.flatten(0, 1).index_select(0, rows.to(known.device))
@@ -395,7 +395,7 @@ def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:
         )
 
 
-def _own_columns(
+def own_columns(
     logits: Tensor, tp_group: ProcessGroup | None, padded_vocab_size: int | None
 ) -> Tensor:
     """This rank's vocabulary shard of logits that a head has gathered; others as they are.

@@ -20,6 +20,7 @@ from mcore_logprobs.megatron.head_loss import (
     head_output,
     lazy_mtp_loss,
     mtp_loss,
+    own_columns,
 )
 from mcore_logprobs.megatron.heads import (
     HeadReport,
@@ -388,6 +389,8 @@ class HeadPatch(DeferringHead):
             check_gradient(logits, self.latest)
         if main:
             require_fused(call.config, loss_reason(self.model), tp_group)
+        if not self.own_loss:  # Megatron's takes a shard, and would take whole rows for one
+            logits = own_columns(logits, tp_group, getattr(self.base, "output_size", None))
         return original(labels, logits, *args, **kwargs)
 
 

@@ -72,6 +72,35 @@ def test_same_losses_and_gradients(ranks, tp, cp, sp, settings):
         assert max(errors.values()) < 1e-5
 
 
+def compare_gathered(settings: dict[str, Any]) -> dict[str, float]:
+    """A head that gathers its logits, patched, and one that does not, unpatched."""
+    with megatron(tp=2) as parallel_state:
+        config = tiny_config(2, mtp_num_layers=2)
+        sharded, gathered = (
+            mm.build_gpt_model(config, vocab_size=VOCAB, mtp=True, parallel_output=parallel)
+            for parallel in (True, False)
+        )
+        gathered.load_state_dict(sharded.state_dict())
+        batch = make_batch(parallel_state)
+        results: dict[str, Any] = {}
+        logged = [logged_metrics(lambda: results.update(plain=step(sharded, batch)))]
+        with patch_gpt_model(gathered, LogprobConfig(**settings)):
+            logged.append(logged_metrics(lambda: results.update(ours=step(gathered, batch))))
+        (expected, expected_grads), (got, grads) = results["plain"], results["ours"]
+        return {
+            "loss": relative(loss_of(got), expected),
+            "grad": worst(grads, expected_grads),
+            "logged": worst(*logged[::-1]),
+        }
+
+
+@pytest.mark.parametrize("settings", [{}, {"output": "loss"}, {"fused": False}], ids=str)
+def test_gathered_logits(ranks, settings):
+    """Megatron's own loss, which theirs are, takes a shard and would take whole rows for one."""
+    for errors in ranks(2).run(compare_gathered, settings):
+        assert max(errors.values()) < 1e-5, errors
+
+
 def test_untied(ranks):
     for errors in ranks(2).run(compare, 2, 1, True, {}, tied=False):
         assert max(errors.values()) < 1e-5
