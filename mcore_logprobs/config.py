@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -278,13 +279,32 @@ class LogprobConfig(SuggestsFields):
 
         Raises:
             ValueError: a dictionary, list or text instead of a namespace, a misspelled attribute, a
-                value that its field does not accept, or a padded vocabulary whose true size is not
-                known.
+                value that its field does not accept, a padded vocabulary whose true size is not
+                known, or no attribute at all where the command line has a flag of ours or the
+                namespace a section of YAML, as after Megatron's `--yaml-cfg`.
         """
         config = cls._from_attributes(args)
+        cls._check_read(args)
         if config.vocab_size is None and (size := true_vocab_size(args)) is not None:
             config = dataclasses.replace(config, vocab_size=size)
         return config
+
+    @classmethod
+    def _check_read(cls, args: argparse.Namespace) -> None:
+        """Settings were given, and this namespace has none of them: a ValueError."""
+        if any(hasattr(args, ARG_PREFIX + name) for name in fields.settings_of(cls)):
+            return
+        start = "--" + ARG_PREFIX.replace("_", "-")
+        given = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith(start)]
+        if isinstance(getattr(args, YAML_SECTION, None), SimpleNamespace):
+            given.append(f"a section {YAML_SECTION!r}")
+        if given:
+            raise ValueError(
+                f"LogprobConfig: expected logprob_* attributes, as there is {given[0]}, got a "
+                f"{type(args).__name__} without any. Megatron's --yaml-cfg reads no flags: write "
+                "logprob_temperature and the like at the top level of its file. Any other parser "
+                "needs add_logprob_args"
+            )
 
     @classmethod
     def from_transformer_config(cls, config: Any) -> LogprobConfig:

@@ -10,6 +10,7 @@ import pickle
 import re
 import sys
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -466,6 +467,24 @@ def test_what_has_no_attributes_is_refused(read, given) -> None:
     expected = f"expected an object with logprob_\\* attributes, got {type(given).__name__}"
     with pytest.raises(ValueError, match=expected):
         read(given)
+
+
+@pytest.mark.parametrize(
+    ("words", "args", "given"),
+    [
+        (["--logprob-temperature", "0.5"], argparse.Namespace(), "--logprob-temperature"),
+        (["--logprob-top-k=3"], SimpleNamespace(logprob_batch_size=4), "--logprob-top-k"),
+        ([], SimpleNamespace(mcore_logprobs=SimpleNamespace(top_k=3)), "a section 'mcore_logprobs"),
+    ],
+    ids=["a flag", "a flag and its value", "a section"],
+)
+def test_settings_that_did_not_reach_the_namespace(monkeypatch, words, args, given) -> None:
+    """As after Megatron's --yaml-cfg, whose file takes the place of the parser's namespace."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--yaml-cfg", "gpt.yaml", *words])
+    with pytest.raises(ValueError, match=f"as there is {given}.*--yaml-cfg reads no flags"):
+        LogprobConfig.from_args(args)
+    args.logprob_temperature = 0.5
+    assert LogprobConfig.from_args(args) == LogprobConfig(temperature=0.5)
 
 
 def test_what_is_no_shortened_name() -> None:
