@@ -236,14 +236,18 @@ def whole_logprobs(
     cu_seqlens: Tensor | None,
     *,
     inference_only: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     """Log-probabilities `[b, s - 1]` of whole sequences, by a patched model of this rank's labels.
 
     On a pipeline stage without a head what the model gives. The backward sums over CP.
+
+    Args:
+        dtype: what they are rounded to in the end.
     """
     with grad_unless(inference_only), ours.patch_gpt_model(model, config):
         output = run()
     if not isinstance(output, ours.TokenStats):
         return output
     logprobs = ours.context_parallel_gather(output.logprobs, cp_group=cp, cu_seqlens=cu_seqlens)
-    return logprobs[:, :-1]
+    return logprobs[:, :-1].to(dtype)

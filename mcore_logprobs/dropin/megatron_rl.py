@@ -39,7 +39,11 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
 
     Ids are used as they are (not shifted). Upstream's result has the logits' dtype and is formed
     in it; this one is float32, without a float32 copy of the logits.
+
+    Raises:
+        ValueError: under Megatron's batch-invariant mode.
     """
+    _refuse_batch_invariance()
     return ours.vocab_parallel_logprobs(logits, index, tp_group=ONE_PROCESS)
 
 
@@ -51,7 +55,10 @@ def get_logprobs(
     sequence_packing: bool = False,
     packed_seq_params: Any = None,
 ) -> Tensor:
-    """Log-probabilities of each next token, float32 `[b, s - 1]`; other stages: what model gives.
+    """Log-probabilities of each next token, `[b, s - 1]`; other stages: what model gives.
+
+    They are float32; with Megatron's own arguments `--bf16` and `--fp16` rounded to that once, as
+    Megatron's RL asserts the dtype of what it collects.
 
     Shape:
         tokens, position_ids: `[b, s]`, whole sequences on every rank, unshifted.
@@ -64,7 +71,12 @@ def get_logprobs(
     Bounds repeated at the end (sequences of no tokens) are fine. Without parameters a bin counts as
     one sequence and, inside Megatron-LM's RL, the model is given the parameters that upstream makes
     for it: captured graphs know one signature.
+
+    Raises:
+        ValueError: under Megatron's batch-invariant mode, whose log-softmax has the inference
+            engine's bits.
     """
+    _refuse_batch_invariance()
     cp = _cp_group(model)
     packed = packed_seq_params
     if packed is None and tokens.shape[0] == 1:
@@ -89,8 +101,39 @@ def get_logprobs(
         if _returns_logits(model):
             with grad_unless(no_grad):
                 logits = model(tokens, position_ids, None, **extra)
-                return selective_log_softmax(logits[:, :-1], tokens[:, 1:])
-        return whole_logprobs(run, model, config, cp, cu_seqlens, inference_only=no_grad)
+                return selective_log_softmax(logits[:, :-1], tokens[:, 1:]).to(_collected_in())
+        return whole_logprobs(
+            run,
+            model,
+            config,
+            cp,
+            cu_seqlens,
+            inference_only=no_grad,
+            dtype=_collected_in(),
+        )
+
+
+def _collected_in() -> torch.dtype:
+    """What `rl_utils.compute_logprobs_batch` asserts of log-probabilities, by Megatron's arguments.
+
+    Those of the training step are rounded likewise: a ratio to others than itself would be noise.
+    """
+    global_vars, args = sys.modules.get("megatron.training.global_vars"), None
+    with contextlib.suppress(AssertionError):  # there are none yet
+        args = None if global_vars is None else global_vars.get_args()
+    if getattr(args, "bf16", False):
+        return torch.bfloat16
+    return torch.float16 if getattr(args, "fp16", False) else torch.float32
+
+
+def _refuse_batch_invariance() -> None:
+    name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+    kernels = sys.modules.get(name)
+    if kernels is not None and kernels.is_batch_invariant_mode_enabled():
+        raise ValueError(
+            "Megatron's batch-invariant mode: expected it off: its log-softmax has the bits of the "
+            "inference engine's, and this one others. Run train_rl.py without this drop-in"
+        )
 
 
 def _cp_group(model: Any) -> Any:

@@ -350,6 +350,52 @@ def test_parameters_that_megatron_s_rl_makes(ranks) -> None:
     assert ranks(1).run(run_made_parameters)[0] == [None, ([0, 8], None), None]
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        (None, torch.float32),
+        ({}, torch.float32),
+        ({"bf16": True}, torch.bfloat16),
+        ({"bf16": False, "fp16": True}, torch.float16),
+    ],
+    ids=str,
+)
+def test_the_dtype_that_megatron_s_rl_asserts(monkeypatch, flags: Any, dtype: torch.dtype) -> None:
+    """By Megatron's arguments; that its own loop takes it is seen in `tests.trainers`."""
+
+    def get_args() -> types.SimpleNamespace:
+        assert flags is not None, "args is not initialized."
+        return types.SimpleNamespace(**flags)
+
+    global_vars = types.ModuleType("megatron.training.global_vars")
+    global_vars.get_args = get_args  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, global_vars.__name__, global_vars)
+    with megatron():
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        tokens = torch.arange(12).view(2, 6)
+        got = megatron_rl.get_logprobs(model, tokens, torch.arange(6).expand(2, 6))
+        assert got.dtype == dtype
+        got.float().sum().backward()
+        assert all(g.abs().sum() > 0 for g in grads_of(model).values())
+        monkeypatch.delitem(sys.modules, global_vars.__name__)
+        exact = megatron_rl.get_logprobs(model, tokens, torch.arange(6).expand(2, 6))
+    assert torch.equal(got, exact.to(dtype))
+
+
+def test_batch_invariance_is_refused(monkeypatch) -> None:
+    """Megatron's RL promises the inference engine's bits there, by a log-softmax of its own."""
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
+    logits, ids = torch.randn(2, 3, 11), torch.randint(0, 11, (2, 3))
+    assert megatron_rl.selective_log_softmax(logits, ids).isfinite().all()
+    # The flag alone: to enable it replaces torch's own matmuls by kernels for GPUs.
+    monkeypatch.setattr(batch_invariant_kernels, "_batch_invariant_MODE", True)
+    with pytest.raises(ValueError, match="batch-invariant mode: expected it off"):
+        megatron_rl.selective_log_softmax(logits, ids)
+    with pytest.raises(ValueError, match="batch-invariant mode: expected it off"):
+        megatron_rl.get_logprobs(None, ids, None)
+
+
 def test_selective_log_softmax() -> None:
     logits, index = torch.randn(2, 3, 11), torch.randint(0, 11, (2, 3))
     want = take(logits.double().log_softmax(-1), index)

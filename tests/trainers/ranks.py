@@ -21,11 +21,15 @@ from tests.trainers.frame import How, Row, counting, free_port, module
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as arrays: Megatron replaces what torch pickles them by, and releases differ."""
+    """Tensors as arrays: Megatron replaces what torch pickles them by, and releases differ.
+
+    NumPy knows no bfloat16, whose numbers are float32's too.
+    """
 
     def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is torch.Tensor and thing.dtype is not torch.bfloat16:
-            return torch.from_numpy, (thing.detach().numpy(),)
+        if type(thing) is torch.Tensor:
+            whole = thing.float() if thing.dtype is torch.bfloat16 else thing
+            return torch.from_numpy, (whole.detach().numpy(),)
         return NotImplemented
 
 
