@@ -1,9 +1,9 @@
 """The frameworks' source: wheels that `tests/run.sh` unpacks, checkouts of the main branches where
 there are any, and modules of single files.
 
-MCORE_LOGPROBS_MAINS names a folder of checkouts (`git clone` of the repositories in
-`mcore_logprobs.dropin.installed`, each under its own name: AReaL, verl, RL, ...). What is compared
-with a published release is then compared with its main branch too.
+MCORE_LOGPROBS_PEERS, which `tests/run.sh --all --peers DIR` sets, names a folder of checkouts (`git
+clone` of the repositories in `mcore_logprobs.dropin.installed`, each under its own name: AReaL,
+verl, RL, ...). What is compared with a published release is then compared with its main branch too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REPOSITORIES["megatron-bridge"] = "NVIDIA-NeMo/Megatron-Bridge"
 
 def checkout(distribution: str) -> Path | None:
     """Where the main branch of a framework is checked out; None where it is not."""
-    folder = os.environ.get("MCORE_LOGPROBS_MAINS")
+    folder = os.environ.get("MCORE_LOGPROBS_PEERS")
     found = Path(folder or "") / _REPOSITORIES[distribution].partition("/")[2]
     return found if folder and found.is_dir() else None
 
@@ -46,7 +46,7 @@ def source_root(distribution: str, version: str = "") -> Path:
     """Folder of a framework's source: as unpacked, the first release listed unless told; MAIN."""
     if version == MAIN:
         found = checkout(distribution)
-        assert found, f"MCORE_LOGPROBS_MAINS has no checkout of {distribution}"
+        assert found, f"MCORE_LOGPROBS_PEERS has no checkout of {distribution}"
         return found
     pin = next(p for p in _PINS if p.startswith(f"{distribution}=={version}"))
     default = Path(sys.prefix) / "frameworks"
