@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import mcore_logprobs as ml
+from mcore_logprobs.ops import sampling_cut
 
 ROWS, VOCAB = 20, 151
 FILTERS = [
@@ -92,3 +93,20 @@ def test_the_kept_tokens_are_those_of_transformers(filters: dict) -> None:
     assert (own | ~ours).all()
     if "top_p" not in filters:
         assert torch.equal(ours, own)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 50}, {"top_k": 50, "top_p": 0.9}], ids=str)
+def test_rows_that_tie_at_the_kth_place_are_not_searched(
+    filters: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most rows of bfloat16 logits do, and a search reads the logits many times."""
+    monkeypatch.setattr(sampling_cut, "search_cut", None)
+    generator = torch.Generator().manual_seed(5)
+    z = (torch.randn(64, 8192, generator=generator) * 3 + 8).bfloat16()
+    ordered = z.sort(-1, descending=True)
+    assert (ordered.values[:, 49] == ordered.values[:, 50]).float().mean() > 0.5
+    target = ordered.indices[:, 0]
+    got = ml.vocab_parallel_sampling_logprobs(z, target, **filters)
+    kept = vllm(z.float(), 1.0, min_p=0.0, **filters)
+    expected = z.double().masked_fill(~kept, -torch.inf).log_softmax(-1)
+    assert torch.allclose(got.double(), expected.gather(-1, target.unsqueeze(-1)).squeeze(-1))

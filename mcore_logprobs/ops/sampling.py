@@ -345,8 +345,9 @@ def vocab_parallel_sampling_logprobs(
     A target that was filtered out gives -inf, and the gradient that plain torch gives for it:
     -grad_output p over the kept columns, 0 elsewhere. Mask its loss and not its value, so that its
     grad_output is 0: a grad_output of exactly 0 gives a gradient of exactly 0. A row with NaN or
-    +inf in a column that counts gives NaN, in value and gradient. Logits are compared before the
-    temperature, in their own dtype if no scale, softcap or bias changes them.
+    +inf in a column that counts gives NaN, in value and gradient; under a softcap +inf is the cap.
+    Logits are compared before the temperature, in their own dtype if no scale, softcap or bias
+    changes them.
 
     Shape:
         vocab_parallel_logits: `[..., V/TP]`, or a DTensor `[..., V]` sharded on its last dimension.
@@ -379,9 +380,10 @@ def vocab_parallel_sampling_logprobs(
 
     Collectives, forward, over TP; backward none:
 
-    - Filters: one all-gather of `[2 + c, n]` with c = top_k + 1 or 128; top-p adds one all-reduce
-      of `[n]`. The c largest logits of each rank may not contain the cutoff: nearly flat rows, many
-      ties, top_k above 1023. Such rows are searched together, by 4 to 15 all-reduces of
+    - Filters: one all-gather of `[2 + c, n]`; top-p adds one all-reduce of `[n]`. With a top_k
+      below 1024 c is top_k + 1 + max(16, top_k // 4), at most 1024, else 128. The c largest logits
+      of each rank may not contain the cutoff: nearly flat rows, more ties at the k-th place than
+      are spare, top_k above 1023. Such rows are searched together, by 4 to 15 all-reduces of
       `[7, rows]` (float64: up to 26) and two all-gathers per filter, of `[128, rows]` and
       `[2, rows]`. On a GPU a search always takes 13 all-reduces for bfloat16, 14 for float16, 18
       for float32 and 29 for float64 logits, because asking whether it is done would be a host sync.
@@ -395,8 +397,8 @@ def vocab_parallel_sampling_logprobs(
     the logits' rows have no common stride, as those of `logits[:, :-1]`. None in replay.
 
     Memory: backward keeps the logits and six numbers per row. The gradient, in the logits' dtype,
-    is the only `[..., V/TP]` tensor made. Filters gather top_k + 1 candidates of each row from
-    every rank (128 without a top_k below 1024): 4 bytes each, and 12 more of this rank's own.
+    is the only `[..., V/TP]` tensor made. Filters gather c candidates of each row from every rank:
+    4 bytes each, and 12 more of this rank's own.
 
     Rounding: probabilities are summed in float32 or better. If the sum before a token is within
     about 1e-6 of top_p, that token may be kept or not. TP ranks always agree.
