@@ -478,3 +478,24 @@ def test_cache_on_disk_tells_instruction_sets_apart(
     # A CPU without AVX2 has one set of instructions, and one kernel.
     one = not valid_vec_isa_list()
     assert made == [1, 0 if one else 1, 0]
+
+
+def test_more_of_torch_s_global_settings_than_a_code_object_has_variants_for() -> None:
+    """Each number of threads takes one; a kernel that has no room begins again."""
+    logits, target = torch.randn(ROWS, WIDTH), torch.arange(ROWS)
+    name = (
+        "recompile_limit"
+        if hasattr(torch._dynamo.config, "recompile_limit")
+        else "cache_size_limit"
+    )
+    threads = torch.get_num_threads()
+    expected = vocab_parallel_logprobs(logits, target, backend="torch")
+    try:
+        for count in (1, 2, 3, 4, 1):
+            torch.set_num_threads(count)
+            with torch._dynamo.config.patch({name: 2}):
+                got = vocab_parallel_logprobs(logits, target, backend="inductor")
+            assert torch.allclose(got, expected, atol=1e-5), count
+            assert not common._failures
+    finally:
+        torch.set_num_threads(threads)

@@ -90,21 +90,10 @@ def call_compiled(function: Callable[..., object], *args: Tensor | bool | str) -
     key = (function, *(_kind(arg) for arg in args))
     if key in _failures:
         raise NotCompiled(_failures[key])
-    state = (key, torch.get_num_threads(), torch.is_inference_mode_enabled())
-    kernel = _kernels.get(key)
     # A view's kernel is compiled for the shape of its base, and another for what is no view.
     args = tuple(arg.data if isinstance(arg, Tensor) else arg for arg in args)
     try:
-        # A default device is a mode that sees every operation, which torch.compile cannot trace.
-        if kernel is not None and state in _warm:
-            with torch._C.DisableTorchFunction():
-                return kernel(*args)
-        # torch's compiler configuration is not all thread-safe
-        with _lock, torch._C.DisableTorchFunction():
-            kernel = _kernels.setdefault(key, _compile(function))
-            result = kernel(*args)
-            _warm.add(state)
-            return result
+        return _call(key, function, args)
     except NotCompiled:
         raise
     except Exception as error:  # whatever a compiler, a full disk or a missing header brings about
@@ -115,12 +104,43 @@ def call_compiled(function: Callable[..., object], *args: Tensor | bool | str) -
         raise NotCompiled(failure) from error
 
 
+def _call(key: tuple[object, ...], function: Callable[..., object], args: tuple[Any, ...]) -> Any:
+    state = (key, torch.get_num_threads(), torch.is_inference_mode_enabled())
+    kernel = _kernels.get(key)
+    # A default device is a mode that sees every operation, which torch.compile cannot trace.
+    try:
+        if kernel is not None and state in _warm:
+            with torch._C.DisableTorchFunction():
+                return kernel(*args)
+        # torch's compiler configuration is not all thread-safe
+        with _lock, torch._C.DisableTorchFunction():
+            kernel = _kernels.setdefault(key, _compile(function))
+            result = kernel(*args)
+    except _no_room():
+        # Each of torch's global settings takes a variant: threads, determinism, the precision of
+        # matmuls. With one more the kernel begins again.
+        with _lock, torch._C.DisableTorchFunction():
+            kernel = _kernels[key] = _compile(function)
+            result = kernel(*args)
+    _warm.add(state)
+    return result
+
+
+def _no_room() -> tuple[type[Exception], ...]:
+    """What torch raises where a code object has no room for a further variant."""
+    # Here, not at the top: a second of imports that only compilation needs.
+    from torch._dynamo import exc
+
+    names = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")  # since 2.7, 2.5
+    return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+
+
 def _kind(arg: Tensor | bool | str) -> object:
     return (arg.dtype, arg.is_contiguous()) if isinstance(arg, Tensor) else arg
 
 
 def _compile(function: Callable[..., object]) -> Callable[..., object]:
-    # torch counts recompilations by code object, up to a small limit: each kind gets its own.
+    # torch counts variants by code object, up to a small limit: each kind gets its own.
     assert isinstance(function, FunctionType)
     copy = FunctionType(
         function.__code__.replace(),
