@@ -400,3 +400,35 @@ def test_a_tile_of_logits_is_gone_before_the_next_is_made(call, monkeypatch):
     call(hidden, torch.randn(40, 8)).sum().backward()
     assert len(made) >= 3
     assert all(ref.expired() for ref in made)
+
+
+@pytest.mark.parametrize("softcap", [None, 9.0])
+def test_tiles_that_a_map_holds(softcap: float | None) -> None:
+    """Forward one; backward its gradient's and, with a softcap, the raw logits'."""
+    rows, vocab = 64, 4096
+    hidden, weight = torch.randn(rows, 8, requires_grad=True), torch.randn(vocab, 8)
+    tile = rows * vocab * 4
+    with TensorsMade() as forward:
+        out = ml.linear_map(
+            hidden, weight, lambda z: z[:, :3], softcap=softcap, bias=torch.zeros(vocab)
+        )
+    assert tile <= forward.peak < 1.2 * tile
+    with TensorsMade() as backward:
+        out.sum().backward()
+    # What `z[:, :3]` has for a gradient is another of the tile's size, and `write`'s.
+    assert backward.peak < (3.2 if softcap is None else 4.4) * tile
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_operands_of_single_logits_are_as_many_as_is_written(dtype: torch.dtype) -> None:
+    """8 MiB, forward and backward."""
+    hidden, weight = torch.randn(64, 256, dtype=dtype), torch.randn(512, 256, dtype=dtype)
+    ids = torch.randint(0, 512, (64, 400))  # 52 MiB of operands
+    budget, numbers = budgets.of("cpu").gathered_bytes, ids.numel() * 8
+    assert budget == 8 << 20
+    with TensorsMade() as forward:
+        out = ml.linear_gather(hidden.requires_grad_(), weight.requires_grad_(), ids)
+    assert budget / 2 < forward.peak < 1.1 * budget + 4 * numbers
+    with TensorsMade() as backward:
+        out.sum().backward()
+    assert backward.peak < 1.1 * budget + 4 * (hidden.numel() + weight.numel()) * 2 + 6 * numbers

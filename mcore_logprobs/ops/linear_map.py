@@ -97,7 +97,8 @@ class _MapForward(Forward):
         self._parts: list[list[Tensor | None]] = []
 
     def begin_tile(self, tile: RecomputedTile, rows: slice) -> None:
-        self._call(_processed(tile, self._source.processing)[1], rows)
+        z = _to_processed(tile.raw_logits(), self._source.processing)
+        self._call(z, rows)
 
     def _call(self, z: Tensor, rows: slice) -> None:
         operation = self._operation
@@ -139,7 +140,10 @@ class _MapGradient(Backward):
 
     def begin_tile(self, tile: RecomputedTile) -> Tensor:
         self._dz = torch.empty(0)  # the last tile's is gone before this one's logits are made
-        raw, z = _processed(tile, self._processing)
+        raw = tile.raw_logits()
+        # Without a softcap `write` needs no raw logits, and both may be one memory.
+        kept = raw.detach() if self._processing.softcap is None else raw.clone()
+        z = _to_processed(raw, self._processing)
         with torch.enable_grad():
             results = self._operation.call(z.requires_grad_(), self._per_token, tile.rows)
         pairs = [
@@ -151,8 +155,8 @@ class _MapGradient(Backward):
         if pairs:
             outputs, incoming = zip(*pairs, strict=True)
             (dz,) = torch.autograd.grad(outputs, z, incoming, allow_unused=True)
-        self._dz = torch.zeros_like(raw) if dz is None else dz
-        return raw
+        self._dz = torch.zeros_like(kept) if dz is None else dz
+        return kept
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:
         asked = self._asked[placed.rows].unsqueeze(-1)
@@ -161,16 +165,13 @@ class _MapGradient(Backward):
         out.copy_(grad)
 
 
-def _processed(tile: RecomputedTile, processing: Processing) -> tuple[Tensor, Tensor]:
-    """(raw, processed) logits of a tile, `[rows, V/TP]`; the same memory without a softcap."""
-    raw = tile.raw_logits()
+def _to_processed(raw: Tensor, processing: Processing) -> Tensor:
+    """A tile's raw logits `[rows, V/TP]` as processed ones, in their memory."""
     if processing.softcap is not None:
-        return raw, processing.chunk(raw, tile.rows, slice(0, raw.shape[1])).processed()
-    if processing.logit_scale != 1.0:
+        raw.mul_(processing.logit_scale / processing.softcap).tanh_().mul_(processing.softcap)
+    elif processing.logit_scale != 1.0:
         raw.mul_(processing.logit_scale)
-    if processing.bias is not None:
-        raw.add_(processing.bias)
-    return raw.detach(), raw
+    return raw if processing.bias is None else raw.add_(processing.bias)
 
 
 def flat_results(result: object, rows: int) -> tuple[list[Tensor | None], Any]:
@@ -320,8 +321,8 @@ def linear_map(
     Collectives: those of fn per tile, forward and backward; backward one all-reduce of dHidden per
     tile, or a reduce-scatter under sequence parallelism, which also gathers each tile of hidden.
 
-    Memory: a tile of logits, in the backward another of their gradient, with a softcap one more,
-    and fn's own tensors of one tile. Saved for backward: the inputs.
+    Memory: a tile of logits, in the backward another of their gradient and, with a softcap, a
+    third; and fn's own tensors of one tile. Saved for backward: the inputs.
 
     Raises:
         ValueError: before any collective for arguments, see `linear_token_stats`; per-token tensors

@@ -189,12 +189,12 @@ class HeadGradient:
             # An entry of 0 adds nothing, whatever the operands hold.
             none = factor == 0
             if self.weight is not None:
-                added = tile.hidden[rows].to(head.acc_dtype) * factor
+                added = tile.hidden[rows].to(head.acc_dtype).mul_(factor)
                 self.weight.add_rows(columns, added.masked_fill_(none, 0.0))
             if self.hidden is not None:
                 if self._tile is None:
                     self._tile = torch.zeros_like(tile.hidden, dtype=head.acc_dtype)
-                added = head.matmul_input(head.weight[columns]).to(head.acc_dtype) * factor
+                added = head.matmul_input(head.weight[columns]).to(head.acc_dtype).mul_(factor)
                 self._tile.index_add_(0, rows, added.masked_fill_(none, 0.0))
             if self._lora is not None:
                 assert head.low_rank is not None

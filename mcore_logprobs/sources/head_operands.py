@@ -401,8 +401,9 @@ class HeadTile:
         out = head.weight.new_empty(rows.shape, dtype=head.acc_dtype)
         for part in self.parts(entries):
             weight = head.matmul_input(head.weight.index_select(0, column[part]))
-            tile = self.hidden.index_select(0, rows[part])
-            raw = (tile.to(head.acc_dtype) * weight.to(head.acc_dtype)).sum(-1)
+            products = weight.to(head.acc_dtype).mul_(self.hidden.index_select(0, rows[part]))
+            raw = products.sum(-1)
+            del weight, products  # the next part's take their memory
             if head.low_rank is not None:
                 raw += head.low_rank.entries(self.hidden, column[part], rows[part])
             out[part] = rounded_to(raw, head.options.logits_dtype)
