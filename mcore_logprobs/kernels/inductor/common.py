@@ -114,16 +114,18 @@ def _call(key: tuple[object, ...], function: Callable[..., object], args: tuple[
                 return kernel(*args)
         # torch's compiler configuration is not all thread-safe
         with _lock, torch._C.DisableTorchFunction():
-            kernel = _kernels.setdefault(key, _compile(function))
-            result = kernel(*args)
+            result = _kernels.setdefault(key, _compile(function))(*args)
+            _warm.add(state)
+            return result
     except _no_room():
         # Each of torch's global settings takes a variant: threads, determinism, the precision of
         # matmuls. With one more the kernel begins again.
         with _lock, torch._C.DisableTorchFunction():
-            kernel = _kernels[key] = _compile(function)
-            result = kernel(*args)
-    _warm.add(state)
-    return result
+            _warm.difference_update([other for other in _warm if other[0] == key])
+            _kernels[key] = _compile(function)
+            result = _kernels[key](*args)
+            _warm.add(state)
+            return result
 
 
 def _no_room() -> tuple[type[Exception], ...]:
@@ -131,7 +133,7 @@ def _no_room() -> tuple[type[Exception], ...]:
     # Here, not at the top: a second of imports that only compilation needs.
     from torch._dynamo import exc
 
-    names = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")  # since 2.7, 2.5
+    names = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")  # now, and in older releases
     return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
 
 
