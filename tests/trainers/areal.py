@@ -22,7 +22,16 @@ from torch import Tensor
 from tests.dropin.frameworks import source_root
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
+from tests.trainers.frame import (
+    How,
+    Row,
+    Trace,
+    checkout,
+    dtype_name,
+    installed,
+    rounded_alike,
+    watched,
+)
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 
 # Imported, and not used on the way to a training step: services, data sets, other engines.
@@ -98,6 +107,10 @@ ROWS = [
     _row("1.0.4", "TP 2", "its scheduler, reference forked, KL, checkpoints", settings=_SERVICES),
     _row(
         "main", "DP 2", "its scheduler, lazy logits at V 8192", settings=_SERVICES | {"lazy": True}
+    ),
+    rounded_alike(_row("main", "TP 2", "decoupled PPO"), real=True),
+    rounded_alike(
+        _row("main", "TP 2", "decoupled PPO, lazy logits at V 8192", settings={"lazy": True})
     ),
     # Not lazy with CP 2: AReaL gathers the logits of a rank's tokens from all ranks.
     # Not TP 2 CP 2: torch.distributed.nn's all_gather, in a group that is not the first, has no
@@ -244,7 +257,7 @@ def actor_config(row: Row, how: How) -> Any:
         trial_name="row",
         backend=f"megatron:d{given['dp']}p{given['pp']}t{given['tp']}c{given['cp']}",
         path=f"{how.folder}/model",
-        dtype="float32",
+        dtype=dtype_name(row),
         # Without it 1.0.4 leaves the model in mbridge's bfloat16, whatever dtype says.
         gradient_checkpointing=given["version"] == "1.0.4",
         temperature=how.temperature,

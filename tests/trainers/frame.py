@@ -76,6 +76,7 @@ class Row:
         log: texts that the switched run's output has and the plain one's has not.
         calls: names of the drop-in that must be called; none where a trainer takes its loss from
             the model, by labels, and the switch acts on the model alone: such a row is a lazy one.
+        first: how far the first log-probabilities may be apart, and the first norm (of the norm).
         told_apart: by how many tolerances a run at another temperature must differ.
         night: run by `python -m tests.trainers` only.
         megatron: a release other than the installed one.
@@ -90,6 +91,7 @@ class Row:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tolerance: Tolerance = Tolerance()
+    first: float = math.inf
     told_apart: float = 10.0
     night: bool = True
     megatron: str = ""
@@ -166,6 +168,54 @@ def with_fused(row: Row, *values: str) -> dict[str, Row]:
     """The row under each value of MCORE_LOGPROBS_FUSED, for `benchmarks.trainers`."""
     name = "MCORE_LOGPROBS_FUSED"
     return {f"{name}={x}": dataclasses.replace(row, environment={name: x}) for x in values}
+
+
+def rounded(given: Row, **tolerance: float) -> Row:
+    """The row with a bfloat16 model, and tolerances of its own.
+
+    Lazy logits are not rounded to bfloat16, the plain run's are: log-probabilities near -10 are
+    0.06 apart. Parameters near 1 are 0.008 apart.
+    """
+    bounds = {"logprobs": 0.25, "entropy": 0.1, "metrics": 0.03, "grad_norm": 0.03}
+    return dataclasses.replace(
+        given,
+        option=f"{given.option}, bfloat16",
+        settings={**given.settings, "bf16": True, "alike": False},
+        tolerance=Tolerance(**{**bounds, "parameters": math.inf, **tolerance}),
+        told_apart=2.5,
+    )
+
+
+def rounded_alike(given: Row, *, real: bool = False, **tolerance: float) -> Row:
+    """The row in bfloat16, where both runs round logits alike: the first update agrees as in
+    float32.
+
+    Neither rounds them, as the plain run's head is `unrounded_head`. After the first update a
+    parameter may be rounded the other way, so that `rounded`'s tolerances stay.
+
+    real: both have the framework's own logits (MCORE_LOGPROBS_FUSED=false), and agree to the end.
+    """
+    row = rounded(given, **tolerance)
+    if not real:
+        settings = {**row.settings, "unrounded_head": True}
+        return dataclasses.replace(row, settings=settings, first=1e-4)
+    return dataclasses.replace(
+        row,
+        option=f"{row.option}, real logits",
+        environment={**row.environment, "MCORE_LOGPROBS_FUSED": "false"},
+        tolerance=Tolerance(**tolerance),
+        told_apart=given.told_apart,
+        first=1e-4,
+    )
+
+
+def dtype(row: Row) -> torch.dtype:
+    """The model's; see `rounded`."""
+    return torch.bfloat16 if row.settings.get("bf16") else torch.float32
+
+
+def dtype_name(row: Row) -> str:
+    return str(dtype(row)).removeprefix("torch.")
 
 
 def rows(framework: str = "") -> list[Row]:
@@ -448,6 +498,15 @@ def differences(plain: Sequence[Trace], other: Sequence[Trace]) -> dict[str, flo
     return worst
 
 
+def first_differences(plain: Sequence[Trace], other: Sequence[Trace]) -> dict[str, float]:
+    """The same of the first log-probabilities and gradient norm: parameters are the same still."""
+
+    def first(trace: Trace) -> Trace:
+        return Trace(logprobs=trace.logprobs[:1], grad_norm=trace.grad_norm[:1])
+
+    return differences([first(t) for t in plain], [first(t) for t in other])
+
+
 def check(row: Row, traces: Sequence[Sequence[Trace]]) -> Result:
     """Holds a row's three runs to each other.
 
@@ -492,6 +551,8 @@ def check(row: Row, traces: Sequence[Sequence[Trace]]) -> Result:
     agreement = differences(plain, switched)
     control = differences(plain, other)
     result = Result(agreement, control, sum(total["ours"].values()), 0)
+    first = first_differences(plain, switched)
+    assert max(first.values()) <= row.first, f"at first: expected at most {row.first:g}: {first}"
     for kind, bound in dataclasses.asdict(row.tolerance).items():
         assert agreement[kind] <= bound, f"{kind}: expected at most {bound:g}: {result}"
     for kind in ("logprobs", "grad_norm", "parameters"):

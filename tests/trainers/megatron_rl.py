@@ -12,9 +12,7 @@ scale of the initial weights.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import math
 import runpy
 import sys
 import types
@@ -28,10 +26,11 @@ from tests.trainers.absent import stand_in
 from tests.trainers.frame import (
     How,
     Row,
-    Tolerance,
     Trace,
     checkout,
+    dtype,
     layout_sizes,
+    rounded,
     watched,
     with_fused,
 )
@@ -97,7 +96,8 @@ def arguments(row: Row, how: How) -> list[str]:
         "seed": 7,
         **row.settings.get("options", {}),
     }
-    given = [f"--{flag}" for flag in (*FLAGS, "perform-rl-step", *row.settings.get("flags", ()))]
+    flags = (*FLAGS, "perform-rl-step", *row.settings.get("flags", ()))
+    given = [f"--{flag}" for flag in (*flags, *["bf16"] * (dtype(row) is torch.bfloat16))]
     for key, value in options.items():
         given += [f"--{key}", *str(value).split(" ")]
     return given
@@ -312,12 +312,6 @@ def row(layout: str, option: str, **settings: Any) -> Row:
     )
 
 
-def rounded(given: Row) -> Row:
-    """A bfloat16 model's: log-probabilities near -10 are 0.06 apart, parameters near 1 0.008."""
-    tolerance = Tolerance(logprobs=0.25, metrics=0.03, grad_norm=0.03, parameters=math.inf)
-    return dataclasses.replace(given, tolerance=tolerance, told_apart=5.0)
-
-
 def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, dict[str, Row]]:
     """For `python -m benchmarks.trainers megatron_rl`: one rank, `tokens` in each of 4
     micro-batches.
@@ -352,7 +346,7 @@ ROWS = [
     row("TP 2 x SP", "GRPO, packed bins", flags=PACKED_SP),
     row("CP 2", "GRPO", flags=["calculate-per-token-loss"]),
     row("PP 2", "GRPO"),
-    rounded(row("TP 1", "GRPO, bfloat16", flags=["bf16"])),
-    rounded(row("PP 2", "GRPO, bfloat16", flags=["bf16"])),
+    rounded(row("TP 1", "GRPO")),
+    rounded(row("PP 2", "GRPO")),
     row("DP 2", "GRPO, distributed optimizer", flags=["use-distributed-optimizer"]),
 ]

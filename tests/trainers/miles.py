@@ -21,7 +21,7 @@ from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers import slime
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout
+from tests.trainers.frame import How, Row, Trace, checkout, dtype, rounded_alike
 
 NOW = (
     "miles.backends.training_utils.loss_hub.logit_processors: get_log_probs_and_entropy: now those "
@@ -95,7 +95,8 @@ def train(row: Row, how: How) -> Trace:
     parser.sglang_validate_args = lambda args: None  # of the rollout's engine, which is not there
     args = parser.parse_args()
     args.enable_gloo_process_groups = args.use_gloo_process_groups  # its name before 0.19
-    args.bf16, args.params_dtype = False, torch.float32
+    if dtype(row) is torch.float32:
+        args.bf16, args.params_dtype = False, torch.float32
     trace = Trace()
     watch(actors, tracking, trace)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -189,4 +190,6 @@ ROWS = [
     row("CP 2", "GRPO, chunks", options=slime.CHUNKS),
     row("PP 2", "GRPO, TIS", flags=["use-tis"]),
     row("DP 2", "GRPO, dynamic batches", options=slime.DYNAMIC, flags=["use-dynamic-batch-size"]),
+    rounded_alike(row("TP 2", "GRPO, chunks", options=slime.CHUNKS), real=True),
+    rounded_alike(row("TP 2", "GRPO, chunks, lazy logits at V 8192", **slime.LAZY)),
 ]

@@ -29,8 +29,11 @@ from tests.trainers.frame import (
     Row,
     Trace,
     checkout,
+    dtype,
+    dtype_name,
     installed,
     layout_sizes,
+    rounded_alike,
     watched,
     with_fused,
 )
@@ -55,9 +58,7 @@ COMMON: dict[str, Any] = {
     "model_type": "llama",
     "template": "dummy",
     "tuner_type": "full",
-    "torch_dtype": "float32",
     "fp16": False,
-    "bf16": False,
     "ddp_backend": "gloo",
     "use_cpu_initialization": True,
     "check_model": False,
@@ -111,6 +112,8 @@ def arguments(row: Row, how: How) -> list[str]:
         plugins.append(folder / "switch_logprobs.py")
     options = {
         **COMMON,
+        "torch_dtype": dtype_name(row),
+        "bf16": dtype(row) is torch.bfloat16,
         **(GRPO | {"temperature": how.temperature} if grpo else DPO),
         "model": folder / f"model{scale}",
         "dataset": folder / f"{given['trainer'].lower()}.jsonl",
@@ -489,4 +492,7 @@ ROWS = [
     row("4.6.0", "DPO", "CP 2", "RPO, lazy logits at V 8192", **LAZY),
     # Not main at TP 2: its own gradients are wrong there (docs/audit.md).
     row("main", "GRPO", "TP 1", "KL to a reference"),
+    rounded_alike(row("4.6.0", "GRPO", "TP 2", "KL to a reference"), real=True),
+    rounded_alike(row("4.6.0", "GRPO", "TP 2", "lazy logits at V 16384", **LAZY_2)),
+    rounded_alike(row("4.6.0", "DPO", "TP 2", "RPO, lazy logits at V 16384", **LAZY_2)),
 ]

@@ -23,7 +23,18 @@ from torch import Tensor
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers.absent import stand_in
 from tests.trainers.bridge import import_bridge, paths_with_bridge
-from tests.trainers.frame import How, Row, Trace, checkout, installed, layout_sizes, watched
+from tests.trainers.frame import (
+    How,
+    Row,
+    Trace,
+    checkout,
+    dtype,
+    dtype_name,
+    installed,
+    layout_sizes,
+    rounded_alike,
+    watched,
+)
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 
 # Imported, and not used on the way to a training step.
@@ -133,7 +144,7 @@ class _Torch:
 
 
 def _config(row: Row, how: How) -> dict[str, Any]:
-    """`policy` of NeMo-RL's own file, with what a small float32 model on a CPU needs."""
+    """`policy` of NeMo-RL's own file, with what a small model on a CPU needs."""
     from omegaconf import OmegaConf  # type: ignore[import-not-found]
 
     given, sizes = row.settings, row.settings["sizes"]
@@ -142,7 +153,7 @@ def _config(row: Row, how: How) -> dict[str, Any]:
     config = OmegaConf.load(file)
     policy = OmegaConf.to_container(OmegaConf.merge(config, {"policy": {
         "model_name": f"{how.folder}/model",
-        "precision": "float32",
+        "precision": dtype_name(row),
         "train_global_batch_size": SEQUENCES // UPDATES,
         "train_micro_batch_size": 2,
         "max_total_sequence_length": LENGTH,
@@ -166,8 +177,8 @@ def _config(row: Row, how: How) -> dict[str, Any]:
             "train_iters": 10,
             "use_fused_linear_logprobs": given["fused"],
             "optimizer": {
-                "lr": 1e-3, "min_lr": 1e-3, "weight_decay": 0.0, "adam_eps": 1e-4, "bf16": False,
-                "use_precision_aware_optimizer": False,
+                "lr": 1e-3, "min_lr": 1e-3, "weight_decay": 0.0, "adam_eps": 1e-4,
+                "bf16": dtype(row) is torch.bfloat16, "use_precision_aware_optimizer": False,
             },
             "scheduler": {"lr_warmup_iters": 0, "lr_warmup_init": 0.0},
             "distributed_data_parallel_config": {"overlap_param_gather": not given["fused"]},
@@ -302,4 +313,6 @@ ROWS = [
     _row("CP 2", "GRPO, packed, lazy logits at V 8192", **_LAZY),
     _row("PP 2", "GRPO, packed"),
     _row("DP 2", "CISPO, packed", loss=_CISPO),
+    rounded_alike(_row("TP 2 x SP", "GRPO, packed"), real=True),
+    rounded_alike(_row("TP 2 x SP", "GRPO, packed, lazy logits at V 8192", **_LAZY)),
 ]

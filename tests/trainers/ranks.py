@@ -18,6 +18,7 @@ import torch
 
 from tests.trainers import faults
 from tests.trainers.frame import How, Row, counting, free_port, module
+from tests.trainers.head import unrounded_head
 
 
 class _Pickler(pickle.Pickler):
@@ -51,6 +52,8 @@ def _rank(row: Row, paths: list[Path], how: How, rank: int, port: int, folder: P
         )
         if how.switched:
             os.environ.update(row.environment)
+        elif row.settings.get("unrounded_head"):
+            unrounded_head()
         if how.fault:
             faults.put(row.framework, how.fault)
         torch.set_num_threads(row.settings.get("threads", 1))

@@ -25,7 +25,18 @@ from mcore_logprobs.cpu_megatron.training import cpu_devices
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.bridge import without_tensorboard
-from tests.trainers.frame import PLAIN, How, Row, Trace, checkout, installed, layout_sizes, watched
+from tests.trainers.frame import (
+    PLAIN,
+    How,
+    Row,
+    Trace,
+    checkout,
+    dtype,
+    installed,
+    layout_sizes,
+    rounded_alike,
+    watched,
+)
 from tests.trainers.slime import ray_in_process
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 
@@ -181,7 +192,8 @@ def _actor(row: Row, how: How) -> Any:
     config = WorkerConfig(
         name="actor_train",
         model_args=ModelArguments(
-            model_name_or_path=f"{how.folder}/{'model' if _same(how) else 'other'}", dtype="fp32"
+            model_name_or_path=f"{how.folder}/{'model' if _same(how) else 'other'}",
+            dtype="bf16" if dtype(row) is torch.bfloat16 else "fp32",
         ),
         training_args=TrainingArguments(
             output_dir=f"{how.folder}/out",
@@ -350,4 +362,7 @@ ROWS = [
     _row("CP 2", "PPO, KL, lazy logits at V 8192", **_LAZY),
     _row("PP 2", "PPO, KL"),
     _row("DP 2", "PPO, KL"),
+    # Its own entropy of bfloat16 logits is bfloat16.
+    rounded_alike(_row("TP 2 x SP", "PPO, KL"), real=True, entropy=0.1),
+    rounded_alike(_row("TP 2 x SP", "PPO, KL, lazy logits at V 8192", **_LAZY)),
 ]

@@ -22,7 +22,18 @@ from torch import Tensor
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers.absent import stand_in, stand_in_for_jaxtyping
 from tests.trainers.bridge import import_bridge, paths_with_bridge
-from tests.trainers.frame import How, Row, Trace, checkout, installed, layout_sizes, watched
+from tests.trainers.frame import (
+    How,
+    Row,
+    Trace,
+    checkout,
+    dtype,
+    dtype_name,
+    installed,
+    layout_sizes,
+    rounded_alike,
+    watched,
+)
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 
 # Imported, and not used on the way to a training step.
@@ -112,7 +123,7 @@ def _config(row: Row, how: How) -> Any:
     given, sizes = row.settings, row.settings["sizes"]
     config = TrainerConfig(
         strategy="megatron",
-        bf16=False,
+        bf16=dtype(row) is torch.bfloat16,
         flash_attn=False,
         gradient_checkpointing=False,
         use_expandable_segments=False,
@@ -137,11 +148,12 @@ def _config(row: Row, how: How) -> Any:
         setattr(megatron, kind, sizes.get(name, 1))
     megatron.ddp_config.average_in_collective = False  # gloo has sums
     megatron.optimizer_config_kwargs |= {
-        "bf16": False, "params_dtype": "float32", "adam_eps": 1e-4,
+        "bf16": config.bf16, "params_dtype": dtype_name(row),
+        "adam_eps": 1e-4,
     }  # fmt: skip
     megatron.transformer_config_kwargs |= {
-        "apply_rope_fusion": False, "bias_activation_fusion": False, "bf16": False,
-        "params_dtype": torch.float32, "masked_softmax_fusion": False,
+        "apply_rope_fusion": False, "bias_activation_fusion": False, "bf16": config.bf16,
+        "params_dtype": dtype(row), "masked_softmax_fusion": False,
     }  # fmt: skip
     return config
 
@@ -250,4 +262,6 @@ ROWS = [
     _row("CP 2", "PPO, packed, entropy", algorithm=_ENTROPY),
     _row("PP 2", "CISPO, packed", algorithm=_CISPO),
     _row("DP 2", "PPO, packed, entropy", algorithm=_ENTROPY),
+    rounded_alike(_row("TP 2 x SP", "PPO, packed, entropy", algorithm=_ENTROPY), real=True),
+    rounded_alike(_row("TP 2 x SP", "PPO, packed, entropy, lazy logits at V 8192", **_LAZY)),
 ]

@@ -28,8 +28,10 @@ from tests.trainers.frame import (
     Row,
     Trace,
     checkout,
+    dtype,
     installed,
     layout_sizes,
+    rounded_alike,
     watched,
     with_fused,
 )
@@ -276,7 +278,8 @@ def train(row: Row, how: How) -> Trace:
     logging_utils.log = keep_metrics
     sys.argv = ["train.py", *arguments(row, how)]
     args = parse_args()
-    args.bf16, args.params_dtype = False, torch.float32  # slime knows bf16 and fp16 only
+    if dtype(row) is torch.float32:  # slime knows bf16 and fp16 only
+        args.bf16, args.params_dtype = False, torch.float32
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     actor = MegatronTrainRayActor(world, rank, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     actor.init(args, "actor", with_ref=bool(args.use_kl_loss or args.kl_coef))
@@ -484,4 +487,6 @@ ROWS = [
     row(
         "DP 2", "CISPO, dynamic batches", options=CISPO | DYNAMIC, flags=["use-dynamic-batch-size"]
     ),
+    rounded_alike(row("TP 2", "GRPO, chunks", options=CHUNKS), real=True),
+    rounded_alike(row("TP 2", "GRPO, chunks, lazy logits at V 8192", **LAZY)),
 ]

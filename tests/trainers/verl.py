@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.dropin.frameworks import source_root
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, installed, watched
+from tests.trainers.frame import How, Row, Trace, dtype_name, installed, rounded_alike, watched
 
 PLUGIN = "mcore_logprobs.dropin.verl_plugin"
 FUSED = "verl.models.mcore.model_forward_fused: fused_output_processor, patch_fused_forward"
@@ -152,6 +152,9 @@ ROWS = [
         )
         for option, more in (("logits", {}), ("fused", _FUSED))
     ),
+    rounded_alike(_row("TP 2 SP", "logits, external_lib"), real=True),
+    rounded_alike(_row("TP 2 SP", "fused, external_lib", **_FUSED)),
+    rounded_alike(_row("TP 2", "logits, lazy logits at V 8192", settings={"lazy": True})),
 ]
 
 
@@ -309,15 +312,15 @@ def _workers(row: Row, how: How) -> tuple[Any, Any]:
             "ppo_megatron_trainer", [f"{key}={value}" for key, value in overrides.items()]
         )
 
-    class Float32(TrainingWorker):
+    class OfDtype(TrainingWorker):
         """The settings' check takes half precision only, the engine behind it any."""
 
         def __init__(self, config: Any) -> None:
-            object.__setattr__(config.engine_config, "dtype", "float32")
+            object.__setattr__(config.engine_config, "dtype", dtype_name(row))
             super().__init__(config)
 
     class Worker(ActorRolloutRefWorker):
-        actor_worker_cls = ref_worker_cls = Float32
+        actor_worker_cls = ref_worker_cls = OfDtype
 
     distillation = config.distillation if given.get("topk") else None
     worker = Worker(config.actor_rollout_ref, role="actor", distillation_config=distillation)
