@@ -280,8 +280,8 @@ class LogprobConfig(SuggestsFields):
         Raises:
             ValueError: a dictionary, list or text instead of a namespace, a misspelled attribute, a
                 value that its field does not accept, a padded vocabulary whose true size is not
-                known, or no attribute at all where the command line has a flag of ours or the
-                namespace a section of YAML, as after Megatron's `--yaml-cfg`.
+                known, a flag of ours on the command line whose setting is not on the namespace, or
+                a section of YAML on it, as after Megatron's `--yaml-cfg`.
         """
         config = cls._from_attributes(args)
         cls._check_read(args)
@@ -291,17 +291,21 @@ class LogprobConfig(SuggestsFields):
 
     @classmethod
     def _check_read(cls, args: argparse.Namespace) -> None:
-        """Settings were given, and this namespace has none of them: a ValueError."""
-        if any(hasattr(args, ARG_PREFIX + name) for name in fields.settings_of(cls)):
-            return
-        start = "--" + ARG_PREFIX.replace("_", "-")
-        given = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith(start)]
+        """Raise a ValueError where settings were given that are not on this namespace."""
+        words = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+        given = {word.partition("=")[0] for word in words}
+        lost = [
+            flag
+            for name in fields.settings_of(cls)
+            if (flag := "--" + (ARG_PREFIX + name).replace("_", "-")) in given
+            and not hasattr(args, ARG_PREFIX + name)
+        ]
         if isinstance(getattr(args, YAML_SECTION, None), SimpleNamespace):
-            given.append(f"a section {YAML_SECTION!r}")
-        if given:
+            lost.append(f"a section {YAML_SECTION!r}")
+        if lost:
             raise ValueError(
-                f"LogprobConfig: expected logprob_* attributes, as there is {given[0]}, got a "
-                f"{type(args).__name__} without any. Megatron's --yaml-cfg reads no flags: write "
+                f"LogprobConfig: there is {lost[0]}, but its setting is not on the "
+                f"{type(args).__name__}. Megatron's --yaml-cfg reads no flags: write "
                 "logprob_temperature and the like at the top level of its file. Any other parser "
                 "needs add_logprob_args"
             )

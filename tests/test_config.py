@@ -481,10 +481,18 @@ def test_what_has_no_attributes_is_refused(read, given) -> None:
 def test_settings_that_did_not_reach_the_namespace(monkeypatch, words, args, given) -> None:
     """As after Megatron's --yaml-cfg, whose file takes the place of the parser's namespace."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--yaml-cfg", "gpt.yaml", *words])
-    with pytest.raises(ValueError, match=f"as there is {given}.*--yaml-cfg reads no flags"):
+    with pytest.raises(ValueError, match=f"there is {given}.*--yaml-cfg reads no flags"):
         LogprobConfig.from_args(args)
-    args.logprob_temperature = 0.5
-    assert LogprobConfig.from_args(args) == LogprobConfig(temperature=0.5)
+    args.logprob_entropy = True  # another one arrived
+    with pytest.raises(ValueError, match=f"there is {given}.*--yaml-cfg reads no flags"):
+        LogprobConfig.from_args(args)
+
+
+def test_flags_of_others_are_no_lost_settings(monkeypatch) -> None:
+    words = ["--logprob-batch-size", "4", "--note", "--logprob-chunk 3", "--", "--logprob-top-k"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    foreign = argparse.Namespace(logprob_batch_size=4)
+    assert LogprobConfig.from_args(foreign) == LogprobConfig()
 
 
 def test_what_is_no_shortened_name() -> None:

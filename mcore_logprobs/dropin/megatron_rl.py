@@ -73,8 +73,8 @@ def get_logprobs(
     for it: captured graphs know one signature.
 
     Raises:
-        ValueError: under Megatron's batch-invariant mode, whose log-softmax has the inference
-            engine's bits.
+        ValueError: under Megatron's batch-invariant mode, whose log-softmax is bitwise identical to
+            the inference engine's.
     """
     _refuse_batch_invariance()
     cp = _cp_group(model)
@@ -131,8 +131,9 @@ def _refuse_batch_invariance() -> None:
     kernels = sys.modules.get(name)
     if kernels is not None and kernels.is_batch_invariant_mode_enabled():
         raise ValueError(
-            "Megatron's batch-invariant mode: expected it off: its log-softmax has the bits of the "
-            "inference engine's, and this one others. Run train_rl.py without this drop-in"
+            "Megatron's batch-invariant mode: expected it off: its log-softmax is bitwise "
+            "identical to the inference engine's, and this one is not. Run train_rl.py without "
+            "this drop-in"
         )
 
 

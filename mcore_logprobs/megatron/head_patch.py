@@ -390,7 +390,9 @@ class HeadPatch(DeferringHead):
         if main:
             require_fused(call.config, loss_reason(self.model), tp_group)
         if not self.own_loss:  # Megatron's takes a shard, and would take whole rows for one
-            logits = own_columns(logits, tp_group, getattr(self.base, "output_size", None))
+            own = own_columns(logits, tp_group, getattr(self.base, "output_size", None))
+            # A copy: it writes over float32 logits, and the gathered ones are read again.
+            logits = logits if own is logits else own.contiguous()
         return original(labels, logits, *args, **kwargs)
 
 

@@ -40,20 +40,21 @@ from mcore_logprobs.ops.sampling_search import (
 from mcore_logprobs.sources.held import HeldLogits
 from mcore_logprobs.sources.source import Source
 
-# Candidates per rank for top-p alone, and as many as a top_k is served by.
+# Candidates per rank for top-p alone, and the largest top_k that is served by candidates.
 _TOP_P_CANDIDATES = 128
 _MAX_CANDIDATES = 1024
 
 
-def _candidates(top_k: int | None) -> int:
-    """Per rank.
+def _candidates(top_k: int | None, dtype: torch.dtype) -> int:
+    """Per rank: all that are equal to the k-th should be among them, and one behind.
 
-    All that are equal to the k-th must be seen, and one behind them. 16-bit logits have only 16 or
-    32 values between 8 and 16, or so: a handful of tokens, in proportion to k, share the k-th.
+    16-bit logits near 10 are 1/16 (bfloat16) or 1/128 apart: a handful of tokens, in proportion to
+    k, are equal to the k-th.
     """
     if top_k is None or top_k >= _MAX_CANDIDATES:
         return _TOP_P_CANDIDATES
-    return min(top_k + 1 + max(16, top_k // 4), _MAX_CANDIDATES)
+    spare = max(16, top_k // 4) if dtype.itemsize == 2 else 0
+    return top_k + 1 + min(spare, _MAX_CANDIDATES // 4)
 
 
 def kept_columns(x: Tensor, limit: Tensor, last: Tensor, first: int, opts: FilterOptions) -> Tensor:
@@ -122,7 +123,7 @@ def find_cut(
         valid_mask: `[n]` bool, False for rows that do not count.
     """
     shard, logits = opts.shard, HeldLogits(chunks, source.rows_at_a_time, source.acc_dtype)
-    candidates = min(_candidates(opts.top_k), shard.width)
+    candidates = min(_candidates(opts.top_k, logits.raw_dtype), shard.width)
     survey = _Survey(logits, local_sum, local_target, candidates, opts)
     cut, hard = survey.cut(source.rows_at_a_time)
     hard = hard & valid_mask & survey.row_max.isfinite()

@@ -254,6 +254,12 @@ def mtp_without_labels(tp: int) -> None:
                 assert relative(log[name], expected_log[name]) < 1e-5, name
 
 
+def test_mtp_behind_gathered_logits(ranks):
+    """Megatron counts accepted predictions from the logits that its loss has been given."""
+    for errors in ranks(2).run(test_mtp.compare_gathered, {}):
+        assert max(errors.values()) < 1e-5, errors
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_mtp_acceptance_counts(ranks, tp):
     ranks(tp).run(mtp_without_labels, tp)
