@@ -362,7 +362,7 @@ ROWS = [
     _row("CP 2", "PPO, KL, lazy logits at V 8192", **_LAZY),
     _row("PP 2", "PPO, KL"),
     _row("DP 2", "PPO, KL"),
-    # Its own entropy of bfloat16 logits is bfloat16.
+    # Without logits_in_fp32 its own entropy is bfloat16.
     rounded_alike(_row("TP 2 x SP", "PPO, KL"), real=True, entropy=0.1),
     rounded_alike(_row("TP 2 x SP", "PPO, KL, lazy logits at V 8192", **_LAZY)),
 ]
