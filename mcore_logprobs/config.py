@@ -304,8 +304,8 @@ class LogprobConfig(SuggestsFields):
             lost.append(f"a section {YAML_SECTION!r}")
         if lost:
             raise ValueError(
-                f"LogprobConfig: there is {lost[0]}, but its setting is not on the "
-                f"{type(args).__name__}. Megatron's --yaml-cfg reads no flags: write "
+                f"LogprobConfig: expected a logprob_* attribute for {lost[0]}, got a "
+                f"{type(args).__name__} without it. Megatron's --yaml-cfg reads no flags: write "
                 "logprob_temperature and the like at the top level of its file. Any other parser "
                 "needs add_logprob_args"
             )

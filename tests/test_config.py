@@ -481,10 +481,10 @@ def test_what_has_no_attributes_is_refused(read, given) -> None:
 def test_settings_that_did_not_reach_the_namespace(monkeypatch, words, args, given) -> None:
     """As after Megatron's --yaml-cfg, whose file takes the place of the parser's namespace."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--yaml-cfg", "gpt.yaml", *words])
-    with pytest.raises(ValueError, match=f"there is {given}.*--yaml-cfg reads no flags"):
+    with pytest.raises(ValueError, match=f"attribute for {given}.*--yaml-cfg reads no flags"):
         LogprobConfig.from_args(args)
     args.logprob_entropy = True  # another one arrived
-    with pytest.raises(ValueError, match=f"there is {given}.*--yaml-cfg reads no flags"):
+    with pytest.raises(ValueError, match=f"attribute for {given}.*--yaml-cfg reads no flags"):
         LogprobConfig.from_args(args)
 
 
