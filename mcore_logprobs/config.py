@@ -294,11 +294,11 @@ class LogprobConfig(SuggestsFields):
         """Raise a ValueError where settings were given that are not on this namespace."""
         words = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
         given = {word.partition("=")[0] for word in words}
+        flags = add_logprob_args(argparse.ArgumentParser(add_help=False))._option_string_actions
         lost = [
             flag
-            for name in fields.settings_of(cls)
-            if (flag := "--" + (ARG_PREFIX + name).replace("_", "-")) in given
-            and not hasattr(args, ARG_PREFIX + name)
+            for flag, action in flags.items()
+            if flag in given and not hasattr(args, action.dest)
         ]
         if isinstance(getattr(args, YAML_SECTION, None), SimpleNamespace):
             lost.append(f"a section {YAML_SECTION!r}")
@@ -306,7 +306,7 @@ class LogprobConfig(SuggestsFields):
             raise ValueError(
                 f"LogprobConfig: expected a logprob_* attribute for {lost[0]}, got a "
                 f"{type(args).__name__} without it. Megatron's --yaml-cfg reads no flags: write "
-                "logprob_temperature and the like at the top level of its file. Any other parser "
+                "logprob_temperature and the like at the top level of its file. Every other parser "
                 "needs add_logprob_args"
             )
 

@@ -74,8 +74,8 @@ def call_filtered(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> A
     side = dict(side)
     candidates = side.pop("candidates", None)
     operands = [side.pop(name) for name in ("target",) if name in side]
-    sizes = {} if candidates is None else dict.fromkeys(CANDIDATES, candidates)
-    with mock.patch.multiple(sampling_cut, **sizes) if sizes else nullcontext():
+    few = mock.patch.object(sampling_cut, "_candidates", return_value=candidates)
+    with nullcontext() if candidates is None else few:
         return fn(*head, *operands, **side, **keywords)
 
 
@@ -86,7 +86,6 @@ def call_sampling(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> t
     return found.logprobs, found.full_logprobs, found.kept_entropy, found.lse, found.entropy
 
 
-CANDIDATES = ("_TOP_P_CANDIDATES", "_MAX_CANDIDATES")
 PER_TOKEN = ("logprobs", "entropy", "target_rank", "sum_pi_squared", "lse")
 WITH_A_GRADIENT = tuple(name for name in PER_TOKEN if name != "target_rank")
 

@@ -102,14 +102,9 @@ def get_logprobs(
             with grad_unless(no_grad):
                 logits = model(tokens, position_ids, None, **extra)
                 return selective_log_softmax(logits[:, :-1], tokens[:, 1:]).to(_collected_in())
+        dtype = _collected_in()
         return whole_logprobs(
-            run,
-            model,
-            config,
-            cp,
-            cu_seqlens,
-            inference_only=no_grad,
-            dtype=_collected_in(),
+            run, model, config, cp, cu_seqlens, inference_only=no_grad, dtype=dtype
         )
 
 

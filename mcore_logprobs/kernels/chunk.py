@@ -148,14 +148,19 @@ class Chunk:
         multiplier = self.processing.multiplier
         return self.is_raw and not isinstance(multiplier, Tensor) and multiplier == 1.0
 
-    def unscaled(self, dtype: torch.dtype | None = None) -> Tensor:
-        """x, `[n, valid]`, in a dtype (None: the logits' `acc_dtype`); maybe the logits' memory."""
+    def unscaled(self, dtype: torch.dtype | None = None, *, in_place: bool = False) -> Tensor:
+        """x, `[n, valid]`, in a dtype (None: the logits' `acc_dtype`); maybe the logits' memory.
+
+        Args:
+            in_place: as in `unscaled_logits`.
+        """
         processing = self.processing
         x = unscaled_logits(
             self.logits[:, : self.valid],
             logit_scale=processing.logit_scale,
             softcap=processing.softcap,
             bias=None if processing.bias is None else processing.bias[: self.valid],
+            in_place=in_place,
         )
         return x if dtype is None else x.to(dtype)
 
@@ -187,10 +192,10 @@ class Chunk:
         slope = softcap_slope(raw, processing.logit_scale, processing.softcap, dy.dtype)
         return torch.where(dy != 0, dy * slope, 0.0)
 
-    def processed(self) -> Tensor:
+    def processed(self, *, in_place: bool = False) -> Tensor:
         """z, as `unscaled` gives x."""
-        x = self.unscaled()
-        return x if self.is_unprocessed else times_multiplier(x, self.processing.multiplier)
+        x, multiplier = self.unscaled(in_place=in_place), self.processing.multiplier
+        return x if self.is_unprocessed else times_multiplier(x, multiplier, in_place=in_place)
 
     def to_raw_gradient(self, dz: Tensor) -> None:
         """The gradient of processed logits `[n, valid]` to that of raw ones, in place."""
@@ -235,21 +240,26 @@ def unscaled_logits(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """x of the module's formula, float32 or float64; logits itself where nothing is to be done.
 
     Args:
-        logits: of any shape; not modified.
+        logits: of any shape; not modified but with `in_place`.
         bias: what broadcasts to it.
+        in_place: over the logits, which are of the accumulation dtype.
     """
     x = logits.to(acc_dtype(logits.dtype))
     if softcap is None and bias is None:
         return x
     if softcap is not None:
-        x = torch.tanh(x * (logit_scale / softcap)) * softcap
+        factor = logit_scale / softcap
+        x = (x.mul_(factor) if in_place else x * factor).tanh_().mul_(softcap)
     elif logit_scale != 1.0:
-        x = x * logit_scale
-    return x if bias is None else x + bias
+        x = x.mul_(logit_scale) if in_place else x * logit_scale
+    if bias is None:
+        return x
+    return x.add_(bias) if in_place else x + bias
 
 
 def times_multiplier(

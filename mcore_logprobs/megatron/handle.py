@@ -397,7 +397,8 @@ class PatchHandle:
                 LogprobConfig. `top_k=0` (or -1), `top_p=1.0` and `min_p=0.0` switch its filters
                 off. A temperature of 0 takes the largest logit. It may be a tensor that broadcasts
                 to the results.
-            rows: as in `targets`. Results are then `[m]`; the noise of entry i is that of row i.
+            rows: as in `targets`. Results are then `[m]`; entry i has the noise of
+                place i, not of rows[i].
 
         Multi-token prediction is left out.
 

@@ -97,8 +97,7 @@ class _MapForward(Forward):
         self._parts: list[list[Tensor | None]] = []
 
     def begin_tile(self, tile: RecomputedTile, rows: slice) -> None:
-        z = _to_processed(tile.raw_logits(), self._source.processing)
-        self._call(z, rows)
+        self._call(_processed(tile, tile.raw_logits(), self._source.processing), rows)
 
     def _call(self, z: Tensor, rows: slice) -> None:
         operation = self._operation
@@ -143,7 +142,7 @@ class _MapGradient(Backward):
         raw = tile.raw_logits()
         # Without a softcap `write` needs no raw logits, and both may be one memory.
         kept = raw.detach() if self._processing.softcap is None else raw.clone()
-        z = _to_processed(raw, self._processing)
+        z = _processed(tile, raw, self._processing)
         with torch.enable_grad():
             results = self._operation.call(z.requires_grad_(), self._per_token, tile.rows)
         pairs = [
@@ -165,13 +164,9 @@ class _MapGradient(Backward):
         out.copy_(grad)
 
 
-def _to_processed(raw: Tensor, processing: Processing) -> Tensor:
+def _processed(tile: RecomputedTile, raw: Tensor, processing: Processing) -> Tensor:
     """A tile's raw logits `[rows, V/TP]` as processed ones, in their memory."""
-    if processing.softcap is not None:
-        raw.mul_(processing.logit_scale / processing.softcap).tanh_().mul_(processing.softcap)
-    elif processing.logit_scale != 1.0:
-        raw.mul_(processing.logit_scale)
-    return raw if processing.bias is None else raw.add_(processing.bias)
+    return processing.chunk(raw, tile.rows, slice(0, raw.shape[1])).processed(in_place=True)
 
 
 def flat_results(result: object, rows: int) -> tuple[list[Tensor | None], Any]:

@@ -307,8 +307,8 @@ def linear_sample(
     Shape:
         hidden, weight: as in `linear_token_stats`.
         Returns (ids int64 `[s, b]` or `[n]`, global; logprobs float32, float64 for float64
-        operands), the same on every TP rank; `[m]` with rows, and the noise of entry i is then that
-        of row i. Neither has a gradient.
+        operands), the same on every TP rank; `[m]` with rows, whose entry i has
+        the noise of place i, not of rows[i]. Neither has a gradient.
 
     Args:
         seed, top_k, top_p, min_p: as in `vocab_parallel_sample`.

@@ -40,21 +40,19 @@ from mcore_logprobs.ops.sampling_search import (
 from mcore_logprobs.sources.held import HeldLogits
 from mcore_logprobs.sources.source import Source
 
-# Candidates per rank for top-p alone, and the largest top_k that is served by candidates.
-_TOP_P_CANDIDATES = 128
-_MAX_CANDIDATES = 1024
+_TOP_P_CANDIDATES = 128  # per rank, for top-p alone
+_MAX_CANDIDATES = 1024  # as many as a top_k itself may need
 
 
 def _candidates(top_k: int | None, dtype: torch.dtype) -> int:
-    """Per rank: all that are equal to the k-th should be among them, and one behind.
+    """How many of a rank's largest logits are gathered.
 
-    16-bit logits near 10 are 1/16 (bfloat16) or 1/128 apart: a handful of tokens, in proportion to
-    k, are equal to the k-th.
+    All that are equal to the k-th should be among them, and one behind. 16-bit logits near 10 are
+    1/16 (bfloat16) or 1/128 apart: a handful of tokens, in proportion to k, are equal to the k-th.
     """
-    if top_k is None or top_k >= _MAX_CANDIDATES:
+    if top_k is None or top_k + 1 > _MAX_CANDIDATES:
         return _TOP_P_CANDIDATES
-    spare = max(16, top_k // 4) if dtype.itemsize == 2 else 0
-    return top_k + 1 + min(spare, _MAX_CANDIDATES // 4)
+    return top_k + 1 + (max(16, top_k // 4) if dtype.itemsize == 2 else 0)
 
 
 def kept_columns(x: Tensor, limit: Tensor, last: Tensor, first: int, opts: FilterOptions) -> Tensor:

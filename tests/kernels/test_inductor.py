@@ -480,7 +480,9 @@ def test_cache_on_disk_tells_instruction_sets_apart(
     assert made == [1, 0 if one else 1, 0]
 
 
-def test_more_of_torch_s_global_settings_than_a_code_object_has_variants_for() -> None:
+def test_more_of_torch_s_global_settings_than_a_code_object_has_variants_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Each number of threads takes one; a kernel that has no room begins again."""
     logits, target = torch.randn(ROWS, WIDTH), torch.arange(ROWS)
     name = (
@@ -500,5 +502,6 @@ def test_more_of_torch_s_global_settings_than_a_code_object_has_variants_for() -
             if count == 3:  # it began again, and is compiled for no other setting
                 key = next(reversed(common._kernels))
                 assert {state[1] for state in common._warm if state[0] == key} == {3}
+                assert "stats_kernel: compiled once more" in caplog.text
     finally:
         torch.set_num_threads(threads)

@@ -8,16 +8,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.trainers.frame import (
-    FRAMEWORKS,
-    Row,
-    Trace,
-    check,
-    check_alike,
-    rows,
-    run,
-    unavailable,
-)
+from tests.trainers.compare import check, check_alike
+from tests.trainers.frame import FRAMEWORKS, Row, Trace, rows, run, unavailable
 from tests.trainers.requirements import install
 
 

@@ -22,16 +22,8 @@ from torch import Tensor
 from tests.dropin.frameworks import source_root
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import (
-    How,
-    Row,
-    Trace,
-    checkout,
-    dtype_name,
-    installed,
-    rounded_alike,
-    watched,
-)
+from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
+from tests.trainers.half import dtype_name, rounded_alike
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 
 # Imported, and not used on the way to a training step: services, data sets, other engines.

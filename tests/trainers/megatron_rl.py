@@ -23,17 +23,8 @@ import torch
 
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import (
-    How,
-    Row,
-    Trace,
-    checkout,
-    dtype,
-    layout_sizes,
-    rounded,
-    watched,
-    with_fused,
-)
+from tests.trainers.frame import How, Row, Trace, checkout, layout_sizes, watched, with_fused
+from tests.trainers.half import dtype, rounded
 from tests.trainers.slime import FLAGS, MODEL, VOCAB
 
 NOW = (

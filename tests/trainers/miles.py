@@ -21,7 +21,8 @@ from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers import slime
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout, dtype, rounded_alike
+from tests.trainers.frame import How, Row, Trace, checkout
+from tests.trainers.half import dtype, rounded_alike
 
 NOW = (
     "miles.backends.training_utils.loss_hub.logit_processors: get_log_probs_and_entropy: now those "

@@ -29,14 +29,12 @@ from tests.trainers.frame import (
     Row,
     Trace,
     checkout,
-    dtype,
-    dtype_name,
     installed,
     layout_sizes,
-    rounded_alike,
     watched,
     with_fused,
 )
+from tests.trainers.half import dtype, dtype_name, rounded_alike
 from tests.trainers.verl import write_model
 
 # Imported, and not used on the way to a training step.

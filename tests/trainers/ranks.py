@@ -18,7 +18,7 @@ import torch
 
 from tests.trainers import faults
 from tests.trainers.frame import How, Row, counting, free_port, module
-from tests.trainers.head import unrounded_head
+from tests.trainers.half import unrounded_head
 
 
 class _Pickler(pickle.Pickler):

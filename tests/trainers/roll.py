@@ -25,18 +25,8 @@ from mcore_logprobs.cpu_megatron.training import cpu_devices
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.bridge import without_tensorboard
-from tests.trainers.frame import (
-    PLAIN,
-    How,
-    Row,
-    Trace,
-    checkout,
-    dtype,
-    installed,
-    layout_sizes,
-    rounded_alike,
-    watched,
-)
+from tests.trainers.frame import PLAIN, How, Row, Trace, checkout, installed, layout_sizes, watched
+from tests.trainers.half import dtype, rounded_alike
 from tests.trainers.slime import ray_in_process
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 

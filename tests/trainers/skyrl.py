@@ -22,18 +22,8 @@ from torch import Tensor
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers.absent import stand_in, stand_in_for_jaxtyping
 from tests.trainers.bridge import import_bridge, paths_with_bridge
-from tests.trainers.frame import (
-    How,
-    Row,
-    Trace,
-    checkout,
-    dtype,
-    dtype_name,
-    installed,
-    layout_sizes,
-    rounded_alike,
-    watched,
-)
+from tests.trainers.frame import How, Row, Trace, checkout, installed, layout_sizes, watched
+from tests.trainers.half import dtype, dtype_name, rounded_alike
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 
 # Imported, and not used on the way to a training step.

@@ -28,13 +28,12 @@ from tests.trainers.frame import (
     Row,
     Trace,
     checkout,
-    dtype,
     installed,
     layout_sizes,
-    rounded_alike,
     watched,
     with_fused,
 )
+from tests.trainers.half import dtype, rounded_alike
 
 MEGATRON = "0.19.2"
 VOCAB = 96

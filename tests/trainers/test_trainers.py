@@ -6,17 +6,9 @@ import dataclasses
 
 import pytest
 
+from tests.trainers.compare import check, differences
 from tests.trainers.faults import FAULTY, faults
-from tests.trainers.frame import (
-    PLAIN,
-    SWITCHED,
-    Row,
-    check,
-    differences,
-    rows,
-    run,
-    unavailable,
-)
+from tests.trainers.frame import PLAIN, SWITCHED, Row, rows, run, unavailable
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in rows() if not row.night])

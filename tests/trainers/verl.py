@@ -20,7 +20,8 @@ from torch import Tensor
 from tests.dropin.frameworks import source_root
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, dtype_name, installed, rounded_alike, watched
+from tests.trainers.frame import How, Row, Trace, installed, watched
+from tests.trainers.half import dtype_name, rounded_alike
 
 PLUGIN = "mcore_logprobs.dropin.verl_plugin"
 FUSED = "verl.models.mcore.model_forward_fused: fused_output_processor, patch_fused_forward"

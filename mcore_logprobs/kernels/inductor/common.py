@@ -104,7 +104,9 @@ def call_compiled(function: Callable[..., object], *args: Tensor | bool | str) -
         raise NotCompiled(failure) from error
 
 
-def _call(key: tuple[object, ...], function: Callable[..., object], args: tuple[Any, ...]) -> Any:
+def _call(
+    key: tuple[object, ...], function: Callable[..., object], args: tuple[object, ...]
+) -> object:
     state = (key, torch.get_num_threads(), torch.is_inference_mode_enabled())
     kernel = _kernels.get(key)
     # A default device is a mode that sees every operation, which torch.compile cannot trace.
@@ -118,14 +120,15 @@ def _call(key: tuple[object, ...], function: Callable[..., object], args: tuple[
             _warm.add(state)
             return result
     except _no_room():
-        # Each of torch's global settings takes a variant: threads, determinism, the precision of
-        # matmuls. With one more the kernel begins again.
-        with _lock, torch._C.DisableTorchFunction():
+        logger.warning(
+            "inductor backend: %s: compiled once more, as torch keeps few variants for its global "
+            "settings (number of threads, determinism, precision of matmuls)",
+            function.__name__.strip("_"),
+        )
+        with _lock:
+            _kernels.pop(key, None)
             _warm.difference_update([other for other in _warm if other[0] == key])
-            _kernels[key] = _compile(function)
-            result = _kernels[key](*args)
-            _warm.add(state)
-            return result
+        return _call(key, function, args)
 
 
 def _no_room() -> tuple[type[Exception], ...]:
