@@ -190,7 +190,7 @@ def test_the_search_takes_as_many_rounds_as_suffice(dtype, monkeypatch):
     target = logits.argsort(-1, descending=True)[:, 900]
     cases = ({"top_p": 0.5}, {"top_k": 1500}, {"top_k": 1500, "top_p": 0.7}, {"top_p": 0.999})
     want = [vocab_parallel_sampling_logprobs(logits, target, **options) for options in cases]
-    monkeypatch.setattr(sampling_cut, "_candidates", lambda top_k, dtype: 1)
+    monkeypatch.setattr(sampling_cut, "_candidates", lambda top_k: 1)
     asked = []
     # Asked before each round; None: never done before the rounds are through.
     never = property(lambda own: asked.append(bool((own.high - own.low == 1).all())))

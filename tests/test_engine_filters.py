@@ -95,14 +95,15 @@ def test_the_kept_tokens_are_those_of_transformers(filters: dict) -> None:
         assert torch.equal(ours, own)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("filters", [{"top_k": 50}, {"top_k": 50, "top_p": 0.9}], ids=str)
 def test_rows_that_tie_at_the_kth_place_are_not_searched(
-    filters: dict, monkeypatch: pytest.MonkeyPatch
+    filters: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Most rows of bfloat16 logits do, and a search reads the logits many times."""
+    """Most rows of bfloat16 logits do, cast to float32 or not; a search reads them many times."""
     monkeypatch.setattr(sampling_cut, "search_cut", None)
     generator = torch.Generator().manual_seed(5)
-    z = (torch.randn(64, 8192, generator=generator) * 3 + 8).bfloat16()
+    z = (torch.randn(64, 8192, generator=generator) * 3 + 8).bfloat16().to(dtype)
     ordered = z.sort(-1, descending=True)
     assert (ordered.values[:, 49] == ordered.values[:, 50]).float().mean() > 0.5
     target = ordered.indices[:, 0]

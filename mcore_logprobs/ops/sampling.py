@@ -381,12 +381,12 @@ def vocab_parallel_sampling_logprobs(
     Collectives, forward, over TP; backward none:
 
     - Filters: one all-gather of `[2 + c, n]`; top-p adds one all-reduce of `[n]`. With a top_k
-      below 1024 c is top_k + 1, of 16-bit logits max(16, top_k // 4) more; else it is 128. The c
-      largest logits of each rank may not contain the cutoff: nearly flat rows, more ties at the
-      k-th place, top_k above 1023. Such rows are searched together, by 4 to 15 all-reduces of
-      `[7, rows]` (float64: up to 26) and two all-gathers per filter, of `[128, rows]` and
-      `[2, rows]`. On a GPU a search always takes 13 all-reduces for bfloat16, 14 for float16, 18
-      for float32 and 29 for float64 logits, because asking whether it is done would be a host sync.
+      below 1024 c is top_k + 1 + max(16, top_k // 4), else 128. The c largest logits of each rank
+      may not contain the cutoff: nearly flat rows, more ties at the k-th place, top_k above 1023.
+      Such rows are searched together, by 4 to 15 all-reduces of `[7, rows]` (float64: up to 26) and
+      two all-gathers per filter, of `[128, rows]` and `[2, rows]`. On a GPU a search always takes
+      13 all-reduces for bfloat16, 14 for float16, 18 for float32 and 29 for float64 logits, because
+      asking whether it is done would be a host sync.
     - min_p alone needs no search: rows that keep more than the candidates share one all-reduce of
       `[1, rows]` and one all-gather.
     - Replay: one all-gather of `[3, n]`, with entropy of `[4, n]`; full and missing="full" add the

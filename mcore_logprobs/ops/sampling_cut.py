@@ -44,15 +44,16 @@ _TOP_P_CANDIDATES = 128  # per rank, for top-p alone
 _MAX_CANDIDATES = 1024  # as many as a top_k itself may need
 
 
-def _candidates(top_k: int | None, dtype: torch.dtype) -> int:
+def _candidates(top_k: int | None) -> int:
     """How many of a rank's largest logits are gathered.
 
     All that are equal to the k-th should be among them, and one behind. 16-bit logits near 10 are
     1/16 (bfloat16) or 1/128 apart: a handful of tokens, in proportion to k, are equal to the k-th.
+    float32 logits may be such numbers too: Megatron's Float16Module casts its outputs.
     """
     if top_k is None or top_k + 1 > _MAX_CANDIDATES:
         return _TOP_P_CANDIDATES
-    return top_k + 1 + (max(16, top_k // 4) if dtype.itemsize == 2 else 0)
+    return top_k + 1 + max(16, top_k // 4)
 
 
 def kept_columns(x: Tensor, limit: Tensor, last: Tensor, first: int, opts: FilterOptions) -> Tensor:
@@ -121,7 +122,7 @@ def find_cut(
         valid_mask: `[n]` bool, False for rows that do not count.
     """
     shard, logits = opts.shard, HeldLogits(chunks, source.rows_at_a_time, source.acc_dtype)
-    candidates = min(_candidates(opts.top_k, logits.raw_dtype), shard.width)
+    candidates = min(_candidates(opts.top_k), shard.width)
     survey = _Survey(logits, local_sum, local_target, candidates, opts)
     cut, hard = survey.cut(source.rows_at_a_time)
     hard = hard & valid_mask & survey.row_max.isfinite()
