@@ -73,10 +73,12 @@ def test_groups_of_columns_change_nothing(dtype, width):
         assert torch.equal(largest._largest_of_keys(x, k).sort(-1).values, expected)
 
 
-def test_few_columns_are_sorted():
-    assert largest.copied_numbers(152064, 1) < 4 * 1000
-    assert largest.copied_numbers(152064, 128) < 4 * 5000
-    assert largest.copied_numbers(1000, 999) == 4 * 1000
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_few_columns_are_sorted(device):
+    on = torch.device(device)
+    assert largest.copied_numbers(152064, 1, on) < 4 * 1000
+    assert largest.copied_numbers(152064, 128, on) < 4 * 5000
+    assert largest.copied_numbers(1000, 999, on) == 4 * 1000
 
 
 def test_a_nan_of_either_sign_is_the_largest_by_keys_too():

@@ -59,7 +59,7 @@ class TopKForward(Forward):
         if width == 0:
             return
         valid, is_raw = placed.chunk.valid, placed.chunk.is_raw
-        copied = copied_numbers(valid, width) + (not is_raw) * valid
+        copied = copied_numbers(valid, width, self._source.device) + (not is_raw) * valid
         for rows, _, step in placed.steps(self._source.rows_at_a_time(copied)):
             x = step.logits[:, :valid] if is_raw else step.unscaled()
             # By column, hence by global id after the gather: the sort by value is stable.

@@ -50,7 +50,8 @@ class HeldLogits:
             k: as many rows at a time as their k largest logits are found of.
         """
         for rows, chunk in self._chunks:
-            copied = copied_numbers(chunk.valid, k) + (not chunk.is_unprocessed) * chunk.valid
+            copied = copied_numbers(chunk.valid, k, chunk.logits.device)
+            copied += (not chunk.is_unprocessed) * chunk.valid
             for part in row_chunks(rows.stop - rows.start, self._rows_at_a_time(copied)):
                 of_all = slice(rows.start + part.start, rows.start + part.stop)
                 see(of_all, _logits(chunk.rows(part)))
