@@ -19,7 +19,7 @@ from mcore_logprobs.kernels import budgets
 from tests.engine.cases import BUDGETS
 from tests.helpers.heads import products_as_on_a_gpu
 
-ROWS, WIDTH, VOCAB, RANK = 70, 64, 1000, 5
+ROWS, WIDTH, VOCAB, RANK = 70, 64, 250, 5
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -32,7 +32,7 @@ class Head:
     """Operands that a dtype has exactly, and the logits and gradients of float64.
 
     Attributes:
-        tensors: hidden `[70, 64]`, weight `[1000, 64]`, A `[5, 64]`, B `[1000, 5]`.
+        tensors: hidden `[70, 64]`, weight `[250, 64]`, A `[5, 64]`, B `[250, 5]`.
     """
 
     def __init__(self, dtype: torch.dtype, *, lora: bool, seed: int = 0) -> None:

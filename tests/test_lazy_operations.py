@@ -85,53 +85,85 @@ def test_every_operation_is_a_consumer() -> None:
     assert [name for name in names if not re.search(rf"ours\.{name}\b", called)] == []
 
 
-def compare(name: str, tp: int = 1, rank: int = 0, group: Any = None, **head_of: Any) -> None:
-    """Of every cut and keyword: lazy equals real, values and all gradients."""
-    sp = head_of.pop("sequence_parallel", False)
-    for cut_name, cut in CUTS.items():
-        tensors = head(tp=tp, rank=rank)
-        if sp:
-            whole = tensors.pop("hidden")
-            own = torch.cat([whole.detach(), torch.zeros(-S % tp, B, H)]).chunk(tp)[rank].clone()
-            tensors = {"hidden": own.requires_grad_(), **tensors}
-            real_hidden = torch.cat([whole.detach(), torch.zeros(-S % tp, B, H)]).requires_grad_()
-        else:
-            real_hidden = tensors["hidden"].detach().clone().requires_grad_()
-        weight, bias = (tensors[k].detach().clone().requires_grad_() for k in ("weight", "bias"))
-        for keywords in ({}, {"temperature": 0.6}, {"softcap": 2.0}, {"chunk_size": 3}):
-            inputs = dict(tensors)
-            if "softcap" in keywords:
-                inputs.pop("bias")
-            lazy = lazy_logits(**inputs, tp_group=group, sequence_parallel=sp)[:S]
-            real = (real_hidden @ weight.t())[:S]
-            if "bias" in inputs:
-                real = real + bias
-            lazy, real = cut(lazy), cut(real)
-            generator = torch.Generator().manual_seed(11)
-            teacher = torch.randn(*real.shape[:-1], V, generator=generator).chunk(tp, -1)[rank]
-            operation = consumers(teacher, real.shape[:-1])[name]
-            options = {**keywords, "tp_group": group}
-            got, expected = operation(lazy, **options), operation(real, **options)
-            pairs = []
-            for a, b in zip(_tensors(got), _tensors(expected), strict=True):
-                assert a.requires_grad == b.requires_grad
-                _close(a, b, f"{cut_name} {keywords}")
-                if b.requires_grad:
-                    pairs.append((a, b))
-            if not pairs:
-                continue
-            upstream = [torch.linspace(-1.0, 2.0, a.numel()).view(a.shape) for a, _ in pairs]
-            if name == "log_softmax":
-                upstream = [g * (rank + 1) for g in upstream]
-            found = torch.autograd.grad([a for a, _ in pairs], list(inputs.values()), upstream)
-            others = [real_hidden, weight] + ([bias] if "bias" in inputs else [])
-            wanted = list(torch.autograd.grad([b for _, b in pairs], others, upstream))
-            if group is not None:
-                torch.distributed.all_reduce(wanted[0], group=group)
-            if sp:
-                wanted[0] = wanted[0].chunk(tp)[rank]
-            for a, b in zip(found, wanted, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-5)
+KEYWORDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.6},
+    {"softcap": 2.0},
+    {"chunk_size": 3},
+)
+
+
+def compare(
+    name: str,
+    tp: int = 1,
+    rank: int = 0,
+    group: Any = None,
+    *,
+    sequence_parallel: bool = False,
+    every_pair: bool = False,
+) -> None:
+    """Lazy equals real, values and all gradients: of every cut and every keyword of a call.
+
+    Args:
+        every_pair: of these; else each keyword with one cut, which differ from name to name.
+    """
+    cuts, first = list(CUTS), CONSUMERS.index(name)
+    for place, keywords in enumerate(KEYWORDS):
+        some = cuts if every_pair else [cuts[(first + place) % len(cuts)]]
+        for cut in some:
+            compare_cut(name, cut, keywords, tp, rank, group, sequence_parallel)
+
+
+def compare_cut(
+    name: str,
+    cut_name: str,
+    keywords: dict[str, Any],
+    tp: int,
+    rank: int,
+    group: Any,
+    sequence_parallel: bool,
+) -> None:
+    cut, inputs = CUTS[cut_name], head(tp=tp, rank=rank)
+    if sequence_parallel:
+        whole = inputs.pop("hidden")
+        own = torch.cat([whole.detach(), torch.zeros(-S % tp, B, H)]).chunk(tp)[rank].clone()
+        inputs = {"hidden": own.requires_grad_(), **inputs}
+        real_hidden = torch.cat([whole.detach(), torch.zeros(-S % tp, B, H)]).requires_grad_()
+    else:
+        real_hidden = inputs["hidden"].detach().clone().requires_grad_()
+    weight, bias = (inputs[k].detach().clone().requires_grad_() for k in ("weight", "bias"))
+    if "softcap" in keywords:
+        inputs.pop("bias")
+    lazy = lazy_logits(**inputs, tp_group=group, sequence_parallel=sequence_parallel)[:S]
+    real = (real_hidden @ weight.t())[:S]
+    if "bias" in inputs:
+        real = real + bias
+    lazy, real = cut(lazy), cut(real)
+    generator = torch.Generator().manual_seed(11)
+    teacher = torch.randn(*real.shape[:-1], V, generator=generator).chunk(tp, -1)[rank]
+    operation = consumers(teacher, real.shape[:-1])[name]
+    options = {**keywords, "tp_group": group}
+    got, expected = operation(lazy, **options), operation(real, **options)
+    pairs = []
+    for a, b in zip(_tensors(got), _tensors(expected), strict=True):
+        assert a.requires_grad == b.requires_grad
+        _close(a, b, f"{cut_name} {keywords}")
+        if b.requires_grad:
+            pairs.append((a, b))
+    if not pairs:
+        return
+    upstream = [torch.linspace(-1.0, 2.0, a.numel()).view(a.shape) for a, _ in pairs]
+    if name == "log_softmax":
+        upstream = [g * (rank + 1) for g in upstream]
+    found = torch.autograd.grad([a for a, _ in pairs], list(inputs.values()), upstream)
+    others = [real_hidden, weight] + ([bias] if "bias" in inputs else [])
+    wanted = list(torch.autograd.grad([b for _, b in pairs], others, upstream))
+    if group is not None:
+        torch.distributed.all_reduce(wanted[0], group=group)
+    if sequence_parallel:
+        wanted[0] = wanted[0].chunk(tp)[rank]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-5)
 
 
 def _close(got: Tensor, expected: Tensor, where: str) -> None:
@@ -170,7 +202,7 @@ def test_two_sides_by_blocks_some_of_padding_alone(name: str, vocab_size: int) -
 
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_every_operation_consumes_them(name: str) -> None:
-    compare(name)
+    compare(name, every_pair=True)
 
 
 def compare_on_ranks(sequence_parallel: bool) -> None:

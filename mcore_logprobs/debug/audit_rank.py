@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -175,6 +176,7 @@ def check_call(spec: str, call: Mapping[str, object]) -> None:
 def run_rank(job: Job, rank: int, path: list[str]) -> None:
     """One rank of one world, in a process of its own: leaves its findings in the folder."""
     Path(job.folder, f"started{rank}").touch()
+    gc.freeze()  # a collection would walk over all modules, and copy the server's memory
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:] = path

@@ -75,8 +75,19 @@ def test_a_module_without_any_megatron_model_is_refused() -> None:
         find_language_models(Encoders(None))
 
 
-@pytest.mark.parametrize("build", [gpt, hybrid])
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        pytest.param(
+            name,
+            build,
+            # torch traces all of the model, and the wrapper is the same.
+            marks=[pytest.mark.night] if (name, build) == ("torch.compile", hybrid) else [],
+        )
+        for name in WRAPPERS
+        for build in (gpt, hybrid)
+    ],
+)
 def test_the_model_within_is_patched(name: str, build: Callable[[], Any]) -> None:
     with megatron() as parallel_state:
         model, batch = build(), make_batch(parallel_state)
