@@ -49,6 +49,7 @@ def interpret() -> None:
     replace_builtins_once()
 
 
+@functools.cache
 def replace_builtins_once() -> None:
     """At each call of a device function Triton looks through all of `triton.language` for what to
     replace by the interpreter's own, where nothing is left to replace: half of a test's time.

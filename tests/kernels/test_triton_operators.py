@@ -37,7 +37,7 @@ from tests.engine.cases import Case, random_cases
 from tests.helpers.covering import covering
 from tests.helpers.distributed import get_pool
 from tests.kernels.common import DEVICE, make_logits, setting_id
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import interpreted, replace_builtins_once
 from tests.ops import OPERATIONS as TABLE
 from tests.ops import PER_TOKEN
 
@@ -284,6 +284,7 @@ def in_rows(op: Any) -> dict[str, Any]:
 
 
 def _by_triton(case: Case) -> run.Found:
+    replace_builtins_once()
     candidates = [replace(c, device_type="cpu") for c in backends._CANDIDATES if c.name == "triton"]
     with mock.patch.object(backends, "_CANDIDATES", candidates):
         return run.on_rank(case)
