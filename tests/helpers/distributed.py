@@ -334,15 +334,28 @@ class _ResultPickler(pickle.Pickler):
     """Sends tensors detached, on the CPU and without the storage they are a view of."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            return obj.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        x = obj.detach().cpu().clone()
+        if type(x) is torch.Tensor and x.layout is torch.strided and x.is_contiguous():
+            numbers = (
+                x.flatten().view(torch.uint8).numpy()
+            )  # torch's own way takes ten times as long
+            return _tensor_of, (numbers.tobytes(), x.dtype, x.shape)
+        return x.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _tensor_of(numbers: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    if not numbers:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape)
 
 
 def _pack(answer: tuple) -> bytes:
     buffer = io.BytesIO()
     _ResultPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(answer)
-    pickle.loads(buffer.getvalue())  # some exceptions pickle but cannot be read back
+    if answer[1] is not None:
+        pickle.loads(buffer.getvalue())  # some exceptions pickle but cannot be read back
     return buffer.getvalue()
 
 
