@@ -277,6 +277,10 @@ A, B = torch.zeros(3, 3), torch.zeros(3)
             r"answers: expected a divisor of the 3 sequences, got 2",
         ),
         (
+            lambda: losses.aggregation(torch.ones(2, 1, 4, 4), mode="sequence"),
+            r"mask: expected \[b, s\], got shape \(2, 1, 4, 4\)",
+        ),
+        (
             lambda: losses.aggregation(torch.full((2, 2), 0.5)),
             r"mask: expected only 0 .* and 1 .*, got other",
         ),

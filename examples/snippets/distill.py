@@ -40,7 +40,8 @@ def head(model) -> torch.Tensor:
 
 def hidden_states(model, ids, positions) -> torch.Tensor:
     embedded = model.embedding(input_ids=ids, position_ids=positions)
-    rotary = model.rotary_pos_emb(ids.shape[1])
+    rope = model.rotary_pos_emb  # of the whole sequence, of which a rank may have a part
+    rotary = rope(rope.get_rotary_seq_len(None, model.decoder, embedded, model.config))
     return model.decoder(embedded, attention_mask=None, rotary_pos_emb=rotary)  # [s, b, h]
 
 

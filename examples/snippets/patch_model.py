@@ -9,7 +9,9 @@ def main() -> dict[str, float]:
     with megatron():
         model = gpt()
         ids, positions, labels = batch()
-        labels[:, :4] = -100  # the prompt: no log-probability, no gradient, no cost
+        labels[
+            :, :4
+        ] = -100  # the prompt: no log-probability, no gradient; no cost with compact=True
         config = LogprobConfig(entropy=True, target_rank=True, temperature=0.8, vocab_size=VOCAB)
 
         with patch_model(model, config):

@@ -259,6 +259,8 @@ def aggregation(
         check_count("micro_batches", micro_batches)
         _check_denominator(dtype)
         check_tensor("mask", mask)
+        if mask.dim() > 2:
+            raise ValueError(f"mask: expected [b, s], got shape {tuple(mask.shape)}")
         valid_mask = counted(mask, mask, seq_dim)
         tokens = valid_mask.sum(seq_dim, keepdim=True)
         if mode == "prompt":

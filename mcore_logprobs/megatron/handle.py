@@ -149,9 +149,9 @@ class PatchHandle:
             without gradient.
 
         Args:
-            denominator: tokens of the step over all ranks, divided by what the trainer divides by
-                itself (DDP and FSDP: their ranks; Megatron: ranks and micro-batches), as
-                `aggregation` computes it.
+            denominator: tokens of the step over all data, divided by what the trainer divides by
+                itself (DDP and FSDP: their ranks; Megatron: data-parallel ranks and
+                micro-batches), as `aggregation` computes it.
 
         Raises:
             ValueError: arguments of another kind, on every stage; in the call, shapes unlike

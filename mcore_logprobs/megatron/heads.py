@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -261,7 +262,8 @@ def own_loss(language_model: LanguageModule) -> str:
         return ""
     if _is_ours(loss):
         return loss.__self__.own_loss
-    if getattr(loss, "__func__", None) is LanguageModule.compute_language_model_loss:
+    megatrons = LanguageModule.compute_language_model_loss
+    if getattr(loss, "__func__", None) is megatrons and _is_megatrons(megatrons):
         return ""
     return "instance" if "compute_language_model_loss" in vars(language_model) else "class"
 
@@ -307,6 +309,8 @@ def kind_reason(layer: nn.Module) -> str:
         known = _returns_logits(kind, method) or getattr(method, "__module__", "") == _AREAL_HEAD
         if method is not megatrons and not known:
             return f"{kind} overrides ColumnParallelLinear.{name}"
+        if megatrons is not None and not _is_megatrons(megatrons):
+            return f"something else has replaced ColumnParallelLinear.{name}"
         if name in vars(layer) and not _is_ours(vars(layer)[name]):
             return f"something else has replaced the output layer's {name}"
     if getattr(layer, "fp32_operands", False):
@@ -409,9 +413,23 @@ def scale_reason(scale_logits: object) -> str:
     if scale_logits is None or _is_ours(scale_logits):
         return ""
     known = getattr(LanguageModule, "_scale_logits", None)
-    if known is None or getattr(scale_logits, "__func__", None) is not known:
+    own = known is not None and _is_megatrons(known)
+    if not own or getattr(scale_logits, "__func__", None) is not known:
         return "its logits go through a _scale_logits that is not Megatron's own"
     return ""
+
+
+def _is_megatrons(function: object) -> bool:
+    """Whether its code stands in megatron.core, whose classes others change in place.
+
+    `functools.wraps` gives a wrapper the module and the name of what it wraps, but not its code.
+    """
+    import megatron.core
+
+    code = getattr(function, "__code__", None)
+    if code is None:  # built to machine code, as by Cython
+        return (getattr(function, "__module__", None) or "").startswith("megatron.core")
+    return any(code.co_filename.startswith(folder + os.sep) for folder in megatron.core.__path__)
 
 
 def _is_ours(value: object) -> bool:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+import mcore_logprobs as ml
 from mcore_logprobs.cpu_megatron import models
 from tests.helpers.distributed import get_pool
 from tests.helpers.documents import ROOT
@@ -54,14 +55,14 @@ def test_distill() -> None:
     assert 0 < losses[-1] < 0.9 * losses[0]
 
 
-def _distance_of_heads() -> list[float]:
+def _distance_of_heads(**layout: int) -> list[float]:
     """max |hidden @ head(model)^T - logits|, of a tied and an untied model."""
     sys.path.insert(0, str(SNIPPETS))
     distill, tiny = (importlib.import_module(name) for name in ("distill", "tiny"))
     far = []
-    with tiny.megatron(), torch.no_grad():
+    with tiny.megatron(**layout), torch.no_grad():
         config = models.transformer_config(hidden_size=32, num_attention_heads=4)
-        ids, positions, _ = tiny.batch()
+        ids, positions = (ml.context_parallel_shard(x) for x in tiny.batch()[:2])
         for tied in (True, False):
             model = models.build_gpt_model(config, vocab_size=96, tied=tied)
             logits = distill.hidden_states(model, ids, positions) @ distill.head(model).t()
@@ -69,8 +70,10 @@ def _distance_of_heads() -> list[float]:
     return far
 
 
-def test_distill_s_head_is_what_a_model_multiplies_by() -> None:
-    assert max(get_pool(1).run(_distance_of_heads, timeout=200)[0]) < 1e-5
+@pytest.mark.parametrize("cp", [1, 2])
+def test_distill_s_head_is_what_a_model_multiplies_by(cp: int) -> None:
+    for far in get_pool(cp).run(_distance_of_heads, cp=cp):
+        assert max(far) < 1e-5
 
 
 def test_top_p() -> None:

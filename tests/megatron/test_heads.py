@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -160,6 +161,44 @@ def other_reasons() -> None:
         assert "Float8" in head_report(model).reason
         layer.weight = nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
         assert "float8" in head_report(model).reason
+
+
+def replaced_on_the_class(method: str) -> None:
+    """By a wrapper with the name and the module of what it wraps, before the patch and under it."""
+    with megatron() as parallel_state, pytest.MonkeyPatch.context() as patch:
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+        batch = make_batch(parallel_state)
+        plain, _ = step(model, batch)
+        original = getattr(ColumnParallelLinear, method)
+
+        @functools.wraps(original)
+        def halved(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(self, *args, **kwargs)
+            if self is not model.output_layer:
+                return found
+            return (found[0] * 0.5, found[1]) if isinstance(found, tuple) else found * 0.5
+
+        reason = f"something else has replaced ColumnParallelLinear.{method}"
+        with patch_gpt_model(model, LogprobConfig(fused="require")):
+            patch.setattr(ColumnParallelLinear, method, halved)
+            with pytest.raises(ValueError, match=reason):
+                step(model, batch)
+        expected, expected_grads = step(model, batch)
+        assert relative(expected, plain) > 1e-2
+        assert reason in head_report(model).reason
+        with pytest.raises(ValueError, match=reason):
+            patch_gpt_model(model, LogprobConfig(fused="require"))
+        with patch_gpt_model(model, LogprobConfig()):
+            got, grads = step(model, batch)
+        assert relative(loss_of(got), expected) < 1e-5
+        assert worst(grads, expected_grads) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["forward", "_forward_impl"])
+def test_a_method_that_is_replaced_on_megatrons_class(ranks, method):
+    ranks(1).run(replaced_on_the_class, method)
 
 
 def with_a_loss_of_its_own() -> None:

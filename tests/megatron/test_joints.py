@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -358,6 +359,35 @@ def own_loss(mtp: bool) -> None:
 @pytest.mark.parametrize("mtp", [False, True])
 def test_a_loss_of_the_models_own(ranks, mtp):
     ranks(1).run(own_loss, mtp)
+
+
+def loss_on_megatrons_class(owner: str) -> None:
+    """A wrapper, with the name of what it wraps, on the class that has the loss or a lower one."""
+    with megatron() as parallel_state, pytest.MonkeyPatch.context() as patch:
+        from megatron.core.models.common.language_module.language_module import LanguageModule
+
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        original = LanguageModule.compute_language_model_loss
+
+        @functools.wraps(original)
+        def with_z_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+            return original(self, labels, logits) + 0.1 * logits.logsumexp(-1).square().t()
+
+        kind = {"GPTModel": type(model), "LanguageModule": LanguageModule}[owner]
+        patch.setattr(kind, original.__name__, with_z_loss)
+        expected, expected_grads = step(model, batch)
+        with pytest.raises(ValueError, match="GPTModel has a compute_language_model_loss"):
+            patch_model(model, LogprobConfig())
+        with patch_model(model, LogprobConfig(output="loss")):
+            got, grads = step(model, batch)
+        assert torch.equal(got, expected)
+        assert worst(grads, expected_grads) == 0.0
+
+
+@pytest.mark.parametrize("owner", ["GPTModel", "LanguageModule"])
+def test_a_loss_that_is_put_on_megatrons_class(ranks, owner):
+    ranks(1).run(loss_on_megatrons_class, owner)
 
 
 # ---- a loss that goes around the patch ---------------------------------------------------------
