@@ -52,7 +52,8 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
     part is replaced. Its labels are not the next tokens, so `check_labels` is refused.
 
     A model class with a `compute_language_model_loss` of its own is called with real logits under
-    `output="loss"`, and refused under `output="stats"`.
+    `output="loss"`, and refused under `output="stats"`; so is one for which it was replaced on
+    Megatron's `LanguageModule`.
 
     Call it on every pipeline stage.
 
