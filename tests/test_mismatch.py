@@ -256,6 +256,37 @@ def test_pairs_are_told_apart(data: dict[str, Tensor], first: str, second: str) 
     assert len(found.causes) == 2
 
 
+@pytest.mark.parametrize("other", ["temperature_applied", "alignment"])
+@pytest.mark.parametrize("filtered", ["train", "rollout"])
+def test_a_filter_of_one_side_leaves_no_token_out(other: str, filtered: str) -> None:
+    """Which both sides have: under the other side's settings it would cut some of them."""
+    torch.manual_seed(0)
+    z = torch.randn(4, 80, 300, dtype=torch.float64) * 3
+    cut, plain = _filtered(z / TEMPERATURE).log_softmax(-1), z.log_softmax(-1)
+    target = cut.exp().flatten(0, 1).multinomial(1).view(4, 80)
+    labels = target
+    if other == "alignment":
+        labels, plain = target.roll(1, 1), (z / TEMPERATURE).log_softmax(-1)
+    both = {
+        filtered: cut.gather(-1, target[..., None])[..., 0],
+        "rollout" if filtered == "train" else "train": plain.gather(-1, labels[..., None])[..., 0],
+    }
+    mask = torch.ones(4, 80, dtype=torch.bool)
+    mask[:, :1] = mask[:, -1:] = False
+    found = explain_mismatch(
+        both["train"],
+        both["rollout"],
+        target,
+        mask=mask,
+        logits=z.float(),
+        temperature=TEMPERATURE,
+        top_p=TOP_P,
+    )
+    assert found.left_out == 0
+    assert {cause.setting for cause in found.causes} == {other, "filter_applied"}
+    assert found.remainder.mean_abs < 1e-4
+
+
 def test_no_cause_where_nothing_differs(data: dict[str, Tensor]) -> None:
     noise = 3e-6 * torch.randn(BATCH, LENGTH, generator=torch.Generator().manual_seed(1))
     right = _reported(data, Settings())

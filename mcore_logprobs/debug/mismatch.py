@@ -16,7 +16,8 @@ about as close, the one with the fewest departures from the right setting).
 
 What the two sides do differently explains the difference. Changing the trainer's settings into the
 engine's one by one, in the order above, splits `train - rollout` of each token into parts that add
-up to it exactly, with what no setting explains as the remainder.
+up to it exactly, with what no setting explains as the remainder. A filter that only the trainer
+applies is taken off first.
 """
 
 from __future__ import annotations
@@ -240,7 +241,10 @@ def _steps(ours: Settings, theirs: Settings) -> list[tuple[str, Settings, Settin
     both_round = ours.bf16_logits and theirs.bf16_logits and apart
     if both_round:
         change("bf16_logits", False)
-    for name in SETTINGS:
+    # With other settings a filter cuts other tokens, some of which both sides know: no further
+    # setting is changed under the trainer's, and the engine's comes last.
+    filter_first = sorted(SETTINGS, key=lambda name: name != "filter_applied")
+    for name in filter_first if ours.filter_applied else SETTINGS:
         if getattr(ours, name) != getattr(theirs, name):
             change(name, getattr(theirs, name))
     if both_round:
