@@ -240,6 +240,18 @@ def test_a_scale_that_is_no_temperature(scale: tuple[float, ...]) -> None:
     torch.testing.assert_close(of_rows(lazy), of_rows(real), equal_nan=True)
 
 
+def test_float64_logits_keep_their_digits_under_temperatures_of_float32() -> None:
+    hidden, weight = (torch.randn(n, H, dtype=torch.float64) * 3 for n in (S, V))
+    target, temperature = torch.arange(S) % V, torch.linspace(0.5, 2.0, S)
+    real, lazy = hidden @ weight.t(), lazy_logits(hidden, weight)
+    for scale in (0.7, _TEMPERATURES[0, 0]):
+        expected, got = (
+            ours.vocab_parallel_logprobs(x / scale, target, temperature=temperature)
+            for x in (real, lazy)
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=0.0)
+
+
 def test_consumers_add_their_gradients() -> None:
     tensors = head()
     logits = lazy_logits(**tensors)

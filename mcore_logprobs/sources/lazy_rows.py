@@ -380,7 +380,11 @@ class View:
                     f"got shape {tuple(temperature.shape)}"
                 ) from error
         if isinstance(divided_by, Tensor) or divided_by != 1.0:
-            temperature = temperature * divided_by
+            # As kernels take it, with all digits of float64 logits.
+            ours, theirs = (
+                x.double() if isinstance(x, Tensor) else x for x in (divided_by, temperature)
+            )
+            temperature = theirs * ours
         source = self._head_source(
             gradient=gradient,
             temperature=temperature,
