@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from contextlib import nullcontext
 from dataclasses import fields
 from importlib import import_module
@@ -355,29 +356,28 @@ def test_settings_from_the_transformer_config(ranks):
 
 
 def never_materializes(mtp: bool) -> None:
-    with megatron(tp=2) as parallel_state:
-        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    with megatron(tp=2) as parallel_state, pytest.MonkeyPatch.context() as patch:
+        from megatron.core.tensor_parallel import layers
 
         extra = {"mtp_num_layers": 1} if mtp else {}
         config = tiny_config(sequence_parallel=True, **extra)
         model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=mtp)
         batch = make_batch(parallel_state)
-        original = ColumnParallelLinear.forward
+        product = layers.linear_with_grad_accumulation_and_async_allreduce
+        head = model.shared_embedding_or_output_weight()
         calls: list[str] = []
 
-        def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self is model.output_layer:
+        @functools.wraps(product)
+        def counting(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if weight is head:
                 calls.append("logits")
-            return original(self, *args, **kwargs)
+            return product(input, weight, *args, **kwargs)
 
-        ColumnParallelLinear.forward = counting
-        try:
-            with patch_gpt_model(model, LogprobConfig(entropy=True, target_rank=True)):
-                step(model, batch)
-                assert not calls
-                model(**batch["inputs"], labels=None if not mtp else batch["labels"])
-        finally:
-            ColumnParallelLinear.forward = original
+        patch.setattr(layers, product.__name__, counting)
+        with patch_gpt_model(model, LogprobConfig(entropy=True, target_rank=True)):
+            step(model, batch)
+            assert not calls
+            model(**batch["inputs"], labels=None if not mtp else batch["labels"])
         assert calls == ([] if mtp else ["logits"])
 
 
