@@ -110,7 +110,8 @@ def rounded_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """`out = a @ b`, all of one dtype: added in float32 or better, and rounded once."""
     if a.device.type != "cuda" or a.dtype not in _HALF:
         return torch.mm(a, b, out=out)
-    if torch.compiler.is_compiling():  # which traces no lock, and no flag of the process
+    # The compiler traces no lock, and no flag of the process.
+    if torch.compiler.is_compiling() or _adds_in_float16(a.dtype, a.device):
         return out.copy_(product(a, b, torch.empty_like(out, dtype=torch.float32)))
     with _whole_sums(a.dtype):
         return torch.mm(a, b, out=out)
@@ -216,14 +217,25 @@ def _has_wide_addmm(dtype: torch.dtype, device: torch.device) -> bool:
     return _asked("addmm", dtype, device)
 
 
-_answers: dict[tuple[str, torch.dtype, torch.device], bool] = {}
+# By what is multiplied, and `_adds_in_float16`.
+_answers: dict[tuple[str, torch.dtype, torch.device, bool], bool] = {}
+
+
+def _adds_in_float16(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a flag of torch's has cuBLAS add float16 products in float16: then torch refuses
+    float32 results of them.
+    """
+    if dtype != torch.float16 or device.type != "cuda":
+        return False
+    return bool(getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False))
 
 
 def _asked(name: str, dtype: torch.dtype, device: torch.device) -> bool:
-    key = name, dtype, device
+    compiling = torch.compiler.is_compiling()
+    key = name, dtype, device, not compiling and _adds_in_float16(dtype, device)
     if key in _answers:
         return _answers[key]
-    if torch.compiler.is_compiling():
+    if compiling:
         return _by_version(name, dtype, device)
     a = torch.zeros(16, 16, dtype=dtype, device=device)
     if type(a) is not Tensor:  # a fake tensor takes what its device refuses
@@ -235,7 +247,7 @@ def _asked(name: str, dtype: torch.dtype, device: torch.device) -> bool:
         answer = _works(lambda: torch.addmm(out, a, a, out_dtype=out.dtype, out=out))
     _answers[key] = answer
     if not answer and device.type == "cuda":
-        logger.warning(_slow(name, dtype))
+        logger.warning(_slow(name, dtype, device))
     return answer
 
 
@@ -266,9 +278,11 @@ def _works(call: Callable[[], Tensor]) -> bool:
     return True
 
 
-def _slow(name: str, dtype: torch.dtype) -> str:
+def _slow(name: str, dtype: torch.dtype, device: torch.device) -> str:
     since = _since(name)
     later = "; torch {}.{} or later has it".format(*since) if _version() < since else ""
+    if _adds_in_float16(dtype, device):
+        later = ", as torch.backends.cuda.matmul.allow_fp16_accumulation is on"
     cost = {
         "mm": "operands are cast to float32 and multiplied without tensor cores, ten times slower",
         "addmm": "each result is added in a pass of its own",
@@ -284,7 +298,7 @@ def explain(device: torch.device) -> list[str]:
     dtype = torch.bfloat16
     if device.type == "cuda":
         asked = {name: _asked(name, dtype, device) for name in _SINCE}
-        slow = [_slow(name, dtype) for name, answer in asked.items() if not answer]
+        slow = [_slow(name, dtype, device) for name, answer in asked.items() if not answer]
         return slow or ["bfloat16 operands, float32 results"]
     if _cpu_multiplies_bfloat16():
         return [

@@ -135,6 +135,27 @@ def test_what_was_tried_is_kept(monkeypatch):
     assert len(products._answers) == 1
 
 
+def test_a_flag_for_sums_in_float16_has_an_answer_of_its_own(monkeypatch):
+    """Under which torch refuses float32 results of float16 operands, and of no others."""
+    gpu, flag = torch.device("cuda"), ["off"]
+    monkeypatch.setattr(products, "_answers", {})
+    monkeypatch.setattr(products, "_works", lambda call: flag == ["off"])
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: torch.empty(0))
+    asked = products._has_wide_mm
+    assert asked(torch.float16, gpu)
+    assert asked(torch.bfloat16, gpu)
+    flag[0] = "on"
+    matmul = torch.backends.cuda.matmul
+    monkeypatch.setattr(type(matmul), "allow_fp16_accumulation", True, raising=False)
+    assert not asked(torch.float16, gpu)
+    assert asked(torch.bfloat16, gpu)
+    assert "allow_fp16_accumulation is on" in products._slow("mm", torch.float16, gpu)
+    rounded = torch.empty(2, 2, dtype=torch.float16)
+    assert not products._adds_in_float16(rounded.dtype, rounded.device)
+    monkeypatch.setattr(type(matmul), "allow_fp16_accumulation", False, raising=False)
+    assert asked(torch.float16, gpu)
+
+
 def test_operands_are_cast_only_where_there_is_no_matrix_unit_for_them():
     assert products.matmul_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
     assert products.matmul_dtype(torch.bfloat16, torch.device("cpu")) == torch.float32
@@ -180,11 +201,14 @@ def test_a_refusal_is_an_answer(refusal):
 
 
 def test_how_products_are_made_is_told(monkeypatch):
-    (text,) = products.explain(torch.device("cpu"))
+    device = torch.device("cpu")
+    (text,) = products.explain(device)
     assert text.startswith("bfloat16 operands are multiplied in float32")
-    assert "or later" not in products._slow("mm", torch.bfloat16)  # this torch is a later one
+    assert "or later" not in products._slow(
+        "mm", torch.bfloat16, device
+    )  # this torch is a later one
     monkeypatch.setattr(torch, "__version__", "2.7.0")
-    assert products._slow("mm", torch.bfloat16).endswith("; torch 2.8 or later has it")
-    assert "a pass of its own" in products._slow("addmm", torch.bfloat16)
+    assert products._slow("mm", torch.bfloat16, device).endswith("; torch 2.8 or later has it")
+    assert "a pass of its own" in products._slow("addmm", torch.bfloat16, device)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert products._slow("mm", torch.bfloat16).endswith("; torch 2.10 or later has it")
+    assert products._slow("mm", torch.bfloat16, device).endswith("; torch 2.10 or later has it")
