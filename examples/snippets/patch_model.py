@@ -9,9 +9,8 @@ def main() -> dict[str, float]:
     with megatron():
         model = gpt()
         ids, positions, labels = batch()
-        labels[
-            :, :4
-        ] = -100  # the prompt: no log-probability, no gradient; no cost with compact=True
+        # The prompt: no log-probability and no gradient, and with compact=True no cost.
+        labels[:, :4] = -100
         config = LogprobConfig(entropy=True, target_rank=True, temperature=0.8, vocab_size=VOCAB)
 
         with patch_model(model, config):

@@ -413,8 +413,8 @@ def scale_reason(scale_logits: object) -> str:
     if scale_logits is None or _is_ours(scale_logits):
         return ""
     known = getattr(LanguageModule, "_scale_logits", None)
-    own = known is not None and _is_megatrons(known)
-    if not own or getattr(scale_logits, "__func__", None) is not known:
+    is_known = getattr(scale_logits, "__func__", None) is known
+    if known is None or not (is_known and _is_megatrons(known)):
         return "its logits go through a _scale_logits that is not Megatron's own"
     return ""
 

@@ -304,11 +304,12 @@ def linear_sample(
 ) -> tuple[Tensor, Tensor]:
     """`vocab_parallel_sample` from hidden states, without materializing the logits.
 
+    With rows, entry i of the results has the noise of place i, not of rows[i].
+
     Shape:
         hidden, weight: as in `linear_token_stats`.
         Returns (ids int64 `[s, b]` or `[n]`, global; logprobs float32, float64 for float64
-        operands), the same on every TP rank; `[m]` with rows, whose entry i has
-        the noise of place i, not of rows[i]. Neither has a gradient.
+        operands), the same on every TP rank; `[m]` with rows. Neither has a gradient.
 
     Args:
         seed, top_k, top_p, min_p: as in `vocab_parallel_sample`.

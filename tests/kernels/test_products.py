@@ -204,9 +204,8 @@ def test_how_products_are_made_is_told(monkeypatch):
     device = torch.device("cpu")
     (text,) = products.explain(device)
     assert text.startswith("bfloat16 operands are multiplied in float32")
-    assert "or later" not in products._slow(
-        "mm", torch.bfloat16, device
-    )  # this torch is a later one
+    # This torch is a later one.
+    assert "or later" not in products._slow("mm", torch.bfloat16, device)
     monkeypatch.setattr(torch, "__version__", "2.7.0")
     assert products._slow("mm", torch.bfloat16, device).endswith("; torch 2.8 or later has it")
     assert "a pass of its own" in products._slow("addmm", torch.bfloat16, device)
