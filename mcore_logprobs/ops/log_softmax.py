@@ -114,7 +114,8 @@ def vocab_parallel_log_softmax(
 
     Shape:
         vocab_parallel_logits `[..., V/TP]` -> float32 `[..., V/TP]` (float64 of float64 logits),
-        normalized over all V columns; -inf at columns at or past vocab_size.
+        normalized over all V columns; -inf at columns at or past vocab_size. A gradient that comes
+        to those is left out, while one that comes to a disallowed column counts.
 
     Collectives: forward one all-gather of `[3, n]` float32 over TP, backward one all-reduce of
     `[n]` (grad_output's sum over the whole vocabulary).
