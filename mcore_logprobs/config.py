@@ -344,7 +344,9 @@ class LogprobConfig(SuggestsFields):
             key = name.removeprefix(ARG_PREFIX)
             if key in known:
                 if hasattr(source, name):
-                    settings[key] = getattr(source, name)
+                    value = getattr(source, name)
+                    # Megatron's --yaml-cfg makes a mapping a namespace, its keys text.
+                    settings[key] = vars(value) if isinstance(value, SimpleNamespace) else value
             elif near := _similar(key, known):
                 meant = " or ".join(repr(ARG_PREFIX + n) for n in near)
                 raise ValueError(

@@ -5,6 +5,7 @@ Not collected by its name: the version that pip installs on Python 3.11 has none
 
 from __future__ import annotations
 
+import math
 import sys
 import typing
 from typing import Any
@@ -326,9 +327,32 @@ def test_doctor_names_the_hooks():
     assert "compute_language_model_loss" in found["HybridModel"]
 
 
-def test_megatron_lm_s_parser_takes_the_flags(monkeypatch):
-    if sys.version_info < (3, 12):  # Megatron 0.19 is written for 3.12
+def of_python_312(monkeypatch) -> None:
+    """Megatron's training of 0.19 is written for it."""
+    if sys.version_info < (3, 12):
         monkeypatch.setattr(typing, "override", lambda f: f, raising=False)
+
+
+def test_settings_of_megatron_lm_s_yaml_file(monkeypatch, tmp_path):
+    of_python_312(monkeypatch)
+    from megatron.training.yaml_arguments import load_yaml
+
+    file = tmp_path / "gpt.yaml"
+    file.write_text(
+        "seq_length: 8\nlogprob_temperature: 0.5\nlogprob_disallowed_ids: [7, 3]\n"
+        "logprob_logit_bias: {5: 1.5, 2: -.inf}\nlogprob_logits_dtype: bfloat16\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["train.py", "--yaml-cfg", str(file)])
+    assert LogprobConfig.from_args(load_yaml(file)) == LogprobConfig(
+        temperature=0.5,
+        disallowed_ids=(3, 7),
+        logit_bias=((2, -math.inf), (5, 1.5)),
+        logits_dtype=torch.bfloat16,
+    )
+
+
+def test_megatron_lm_s_parser_takes_the_flags(monkeypatch):
+    of_python_312(monkeypatch)
     from megatron.training.arguments import parse_args
 
     flags = "--num-layers 2 --logprob-entropy --logprob-fused require --logprob-ignore-index -1"
