@@ -147,6 +147,35 @@ def test_one_all_gather_forward_and_one_reduction_backward(ranks, world, dtype, 
             assert nbytes == expected
 
 
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_named_rows_are_one_tile_wherever_they_stand(ranks, world, policy):
+    """Under sequence parallelism, where ranks without many of them have padding."""
+    problem = make_problem((12, 2))
+    for named in ([0, 1, 2, 3, 4], [3, 0, 1, 9, 23], [1, 1, 1, 2, 22, 2], list(range(24))):
+        options = {"rows": torch.tensor(named)}
+        some = replace(problem, target=problem.target.flatten()[named])
+        for forward, backward, _, _ in ranks(world).run(_traffic, some, options, True, policy):
+            gathers = ["all_gather"] * 2  # of hidden states and of statistics
+            assert sorted(forward) == gathers + ["reduce_scatter"] * policy
+            assert sorted(backward) == ([] if policy else ["all_gather", "reduce_scatter"])
+
+
+def test_rows_that_count_fill_their_tiles():
+    problem = make_problem((12, 2))
+    target = torch.where(torch.arange(24) < 10, 3, -100).view(12, 2)
+    tiles = []
+
+    def fn(logprobs: Tensor, entropy: None) -> Tensor:
+        tiles.append(len(logprobs))
+        return -logprobs
+
+    ten = 10 * 4 * problem.weight.shape[0]
+    with budgets.use(replace(budgets.CPU, held_bytes=ten, max_held_bytes=ten)):
+        ml.linear_policy_loss(problem.hidden, problem.weight, target, fn, compact=True)
+    assert tiles == [10]
+
+
 @pytest.mark.parametrize("chunk_size", [4, 12])
 def test_a_policy_loss_sends_all_of_it_forward(ranks, chunk_size):
     problem, chunks = make_problem((12,)), 12 // chunk_size

@@ -100,7 +100,7 @@ class HeadLogits(HeadOperands):
         # dHidden of a tile is float32 too.
         width = max(shard.padded_size if any_tp else shard.width, self.weight.shape[1])
         tiling = Tiling.of(
-            self.batch_shape.numel(),
+            self.num_rows,
             shard.width,
             options.chunk_size,
             self.device,
@@ -179,15 +179,13 @@ def head_logits(
         )
     ranks = group_size(group) if sequence_parallel else 1
     lead = torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
-    selection = None
+    selection, num_rows = None, math.prod(lead)
     if rows is not None:
         if compact:
             raise ValueError("compact: expected False with rows, which name the rows already")
-        rows = check_rows(rows, math.prod(lead))
-        selection = RowSelection(
-            rows, math.prod(lead), group if ranks > 1 else None, device, tokens=False
-        )
-        lead = rows.shape
+        rows = check_rows(rows, num_rows)
+        selection = RowSelection(rows, num_rows, group if ranks > 1 else None, device, tokens=False)
+        lead, num_rows = rows.shape, selection.num_slots
     temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
     accumulated = acc_dtype(compute_dtype)
     if accumulated == torch.float64:
@@ -201,7 +199,7 @@ def head_logits(
     low_precision = (
         may_round and logits_dtype == compute_dtype and lora is None and segments is None
     )
-    tiling = Tiling.of(math.prod(lead), shard.width, chunk_size, device)
+    tiling = Tiling.of(num_rows, shard.width, chunk_size, device)
     tensors = hidden.flatten(0, -2), weight, bias, a, b, per_token
     options = BoundOptions(
         shard=shard,

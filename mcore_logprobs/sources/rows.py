@@ -44,6 +44,7 @@ class RowSelection:
 
     Attributes:
         rows: `[m]`, as named, on the host.
+        num_slots: ranks * k, the rows that are walked.
         local: `[k]` int64, this rank's rows of the hidden states, slot by slot; 0 for padding.
         exact: whether each of them is named once, so that gradients can be copied.
 
@@ -71,11 +72,12 @@ class RowSelection:
         owned = torch.bincount(owner, minlength=ranks)  # [ranks]
         # Each rank has k slots: for its rows, in their order, and behind them for padding.
         k, first = int(owned.max()), owned.cumsum(0) - owned
+        self.num_slots = ranks * k
         order = owner.argsort(stable=True)  # the m rows, rank by rank
         place = torch.arange(len(rows), device="cpu") - first[owner[order]]
         slot_of_row = torch.empty_like(rows)
         slot_of_row[order] = owner[order] * k + place
-        row_of_slot = torch.full((ranks * k,), -1, device="cpu")
+        row_of_slot = torch.full((self.num_slots,), -1, device="cpu")
         row_of_slot[slot_of_row] = torch.arange(len(rows), device="cpu")
         mine = row_of_slot.view(ranks, k)[group_rank(group)]
         local = torch.where(mine >= 0, rows[mine.clamp(min=0)] % rows_per_rank, 0)
