@@ -255,7 +255,7 @@ OPERATIONS = {
             options={"topk": (None, 3, 9), "log_softmax": (True, False), "entropy": BOTH},
             axes={"shared_ids": BOTH} | IGNORE_INDEX,
             mistakes=[
-                ({"topk": 0}, "k: expected an int from 1 to vocab_size"),
+                ({"topk": 0}, "topk: expected an int from 1 to vocab_size"),
                 (
                     {"candidate_ids": lambda x: x.float()},
                     "candidate_ids: expected an integer dtype",

@@ -21,8 +21,12 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.kernels import budgets, pairs
 from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.ops.divergence import kl_div
+from mcore_logprobs.sources.given import given_logits
+from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.head_operands import HeadOperands
 from tests.engine import truths
+from tests.helpers.flops import Flops
 from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import assert_no_worse
 from tests.helpers.shards import on_ranks, shard, world_group
@@ -437,3 +441,21 @@ def test_plain_statistics_hold_four_copies_of_a_chunk(kind: str) -> None:
     with TensorsMade() as made:
         pairs.pair_stats(student, teacher, pairs.PairSpec(kind), chunk_size=rows)
     assert made.peak < 5 * 4 * rows * width  # in float32, and masks of a byte
+
+
+def test_a_teacher_s_head_beside_logits_multiplies_no_padding() -> None:
+    """A rank of 10 true columns of 100."""
+    rows, hidden, columns, width = 6, 8, 10, 100
+    logits = torch.randn(rows, width, requires_grad=True)
+    h, w = torch.randn(rows, hidden), torch.randn(width, hidden)
+    w[columns:] = torch.nan
+    teacher = head_logits(h, w, vocab_size=columns)
+    with Flops() as flops:
+        got = kl_div(given_logits(logits, vocab_size=columns), teacher)
+        (gradient,) = torch.autograd.grad(got.sum(), logits)
+    assert flops.total == 2 * (2 * rows * columns * hidden)
+    true = logits.detach()[:, :columns].requires_grad_()
+    expected = vocab_parallel_kl_div(true, h @ w[:columns].T)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(gradient[:, :columns], *torch.autograd.grad(expected.sum(), true))
+    assert (gradient[:, columns:] == 0).all()

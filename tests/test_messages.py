@@ -22,7 +22,7 @@ def test_what_is_collected():
     """A ValueError in f-strings, one of two parts, a log line and a device-side assert."""
     texts = {m.text: m.kind for m in messages()}
     assert len(texts) > 200
-    assert texts["k: expected an int from 1 to vocab_size MOST, got K"] == "ValueError"
+    assert texts["NAME: expected an int from 1 to vocab_size MOST, got K"] == "ValueError"
     assert texts["the ranks of the NAME make different calls; ..."] == "ValueError"
     assert texts["not fused, the logits are materialized: ..."] == "log"
     assert texts["kept_ids: an id twice in one row"] == "device-side assert"

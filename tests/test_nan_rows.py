@@ -6,6 +6,7 @@ A diverged model must be seen, in its own row only, and a row whose upstream is 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,9 @@ from mcore_logprobs import (
     vocab_parallel_target_rank,
     vocab_parallel_token_stats,
 )
+from mcore_logprobs.ops.linear_map import map_logits
+from mcore_logprobs.sources.given import given_logits
+from mcore_logprobs.sources.head import head_logits
 from tests.engine import run
 from tests.engine.cases import Case, Problem, kept_rows, parse
 from tests.helpers.shards import VOCAB, on_ranks, shard, world_group, world_rank, world_size
@@ -388,3 +392,31 @@ def _left_out_of_a_part(target: Tensor, how: str) -> tuple[Tensor, Tensor, Tenso
     assert weight.grad is not None
     assert hidden.grad is not None
     return stats.logprobs.detach(), weight.grad, hidden.grad
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda z: z.square().sum(-1).sqrt(), lambda z: torch.log_softmax(z, -1)[:, 0]],
+    ids=["infinite slope", "spoilt row"],
+)
+def test_a_row_that_a_map_leaves_out_gets_0(fn: Callable[[Tensor], Tensor]) -> None:
+    """Also of logits that exist, as those of a head that is not fused do."""
+    mask = torch.tensor([True, False, True])
+    for left_out in (0.0, torch.nan):
+        hidden = torch.randn(3, 4)
+        hidden[1] = left_out
+        weight = torch.randn(6, 4)
+        logits, hidden = (hidden @ weight.T).requires_grad_(), hidden.requires_grad_()
+        gradients = []
+        for source, tensor in (
+            (given_logits(logits), logits),
+            (head_logits(hidden, weight), hidden),
+        ):
+            mapped = map_logits(source, fn, mask=mask)
+            assert mapped[1] == 0
+            (gradient,) = torch.autograd.grad(mapped.sum(), tensor)
+            assert gradient.isfinite().all()
+            assert (gradient[1] == 0).all()
+            assert not tensor._backward_hooks
+            gradients.append(gradient)
+        torch.testing.assert_close(gradients[0] @ weight, gradients[1])

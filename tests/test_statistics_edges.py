@@ -424,19 +424,24 @@ def test_the_gradient_lies_as_the_logits_do(ranks, world: int) -> None:
             assert gradient == logits
 
 
-def transposed(inplace: bool) -> list[int]:
-    """How many chunks transposed logits have; values and gradients are those of a copy."""
+def in_views(inplace: bool) -> list[int]:
+    """How many chunks logits of several views have; values and gradients are those of a copy."""
     found = []
-    for shape in ((2, 300), (300, 2), (3, 40)):
-        memory = torch.randn(*shape, 8, requires_grad=True)
-        target = make_target(shape[::-1], 8)
+    transposed, shortened = (lambda x: x.transpose(0, 1)), (lambda x: x[:, :-1])
+    for view_of, shape in (
+        *((transposed, shape) for shape in ((2, 300, 8), (300, 2, 8), (3, 40, 8))),
+        (shortened, (300, 3, 8)),
+        (shortened, (2, 301, 4096)),
+    ):
+        memory = torch.randn(shape, requires_grad=True)
+        view = view_of(memory * 1.0)
+        target = make_target(view.shape[:-1], 8)
         options = {"tp_group": world_group(), "inplace_backward": inplace}
-        view = (memory * 1.0).transpose(0, 1)
         found.append(len(list(given_logits(view, **options).chunks())))
-        upstream = torch.randn(shape[::-1])
+        upstream = torch.randn(view.shape[:-1])
         got = vocab_parallel_logprobs(view, target, **options)
         expected = vocab_parallel_logprobs(
-            (memory * 1.0).transpose(0, 1).contiguous(), target, tp_group=world_group()
+            view_of(memory * 1.0).contiguous(), target, tp_group=world_group()
         )
         torch.testing.assert_close(got, expected)
         both = [torch.autograd.grad(x, memory, upstream)[0] for x in (got, expected)]
@@ -446,6 +451,9 @@ def transposed(inplace: bool) -> list[int]:
 
 @pytest.mark.own_sizes
 @pytest.mark.parametrize("inplace", [False, True])
-def test_transposed_logits_are_no_call_for_each_token(ranks, inplace: bool) -> None:
-    assert ranks(1).run(transposed, inplace) == [[1, 1, 1]]
-    assert ranks(2).run(transposed, inplace) == [[1, 2, 1]] * 2
+def test_views_of_few_rows_are_no_call_each(ranks, inplace: bool) -> None:
+    """Of transposed logits, or of short sequences without their last tokens; long ones are read
+    where they lie.
+    """
+    assert ranks(1).run(in_views, inplace) == [[1, 1, 1, 1, 2]]
+    assert ranks(2).run(in_views, inplace) == [[1, 1, 1, 1, 2]] * 2

@@ -89,8 +89,10 @@ def rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in dtype; x itself where it has that."""
     rounded = x.to(dtype)
     if torch.compiler.is_compiling() and dtype in _HALF:
-        # Inductor leaves out a cast to 16 bits and back, unless something is done with the bits.
-        rounded = (rounded.view(torch.int16) + 0).view(dtype)
+        # Inductor leaves out a cast to 16 bits and back, unless it cannot see that what is done to
+        # the bits changes nothing (from torch 2.15 it sees that of adding 0).
+        bits = rounded.view(torch.int16)
+        rounded = (bits | (bits & 1)).view(dtype)
     return rounded
 
 

@@ -112,7 +112,9 @@ class PatchHandle:
                 changes[name] = fields.pop(name) if is_tensor else None
         temperature, logit_bias = changes.get("temperature"), changes.get("logit_bias")
         if temperature is not None:  # of which the call alone knows the shape
-            check_temperature(temperature, temperature.shape, temperature.device)
+            checked = check_temperature(temperature, temperature.shape, temperature.device)
+            if not isinstance(checked, Tensor):  # a number in a CPU tensor, of a model on a GPU too
+                fields["temperature"], changes["temperature"] = checked, None
         if logit_bias is not None:
             check_column_bias(logit_bias)
 

@@ -179,7 +179,7 @@ def answers(
         counted = counted & valid_mask.unsqueeze(-1)
         per_token += [torch.where(counted, local_ids, -1), counted]
     if also.topk is not None:
-        check_k(also.topk, source.shard)
+        check_k(also.topk, source.shard, "topk")
     source = source.compacted(valid_mask)
     if also.topk is not None:
         source = source.in_whole_rows()

@@ -246,6 +246,11 @@ def map_logits(
         flat_logits = source.logits.reshape(-1, source.logits.shape[-1])
         processing = Processing.of(scale, softcap)
         z = Chunk(flat_logits, flat_logits.shape[1], processing).processed()
+        if mask is not None and z.requires_grad:
+            # 0 times fn's slope would be NaN where that is infinite, as of a norm at 0.
+            left_out = ~mask.reshape(-1, 1)
+            z = z.view_as(z)  # not the caller's own, on which a hook would stay
+            z.register_hook(lambda gradient: gradient.masked_fill(left_out, 0.0))
         rows = (t.reshape(-1, *t.shape[len(lead) :]) for t in tensors)
         flat, spec = flat_results(fn(z, *rows), source.num_rows)
         if mask is not None:

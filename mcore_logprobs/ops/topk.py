@@ -107,11 +107,11 @@ def topk(source: Source, k: int, *, mask: Tensor | None = None) -> tuple[Tensor,
     return values, ids
 
 
-def check_k(k: int, shard: VocabShard) -> None:
+def check_k(k: int, shard: VocabShard, name: str = "k") -> None:
     """An int from 1 to vocab_size, or a ValueError."""
     most = shard.vocab_size
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
-        raise ValueError(f"k: expected an int from 1 to vocab_size {most}, got {k!r}")
+        raise ValueError(f"{name}: expected an int from 1 to vocab_size {most}, got {k!r}")
 
 
 @shared_keywords(LogitsKeywords, given_logits)

@@ -44,8 +44,8 @@ from mcore_logprobs.sources.source import (
 )
 from mcore_logprobs.sources.vocab_bias import Ids, LogitBias, vocab_bias
 
-# Rows of a view below which a copy of them costs less than a call of the backend for each view.
-_FEW_ROWS = 128
+# Views of which a copy has the rows costs less from here on than a call of the backend for each.
+_MANY_VIEWS = 4
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,10 @@ class GivenLogits:
         self._views = [logits]
         if len(self.batch_shape) != 1:
             self._views = self.views_of(logits, options.unjoined)
-        # As of `[s, b]` that lies in memory as `[b, s]`: s views of b rows.
-        self.copies_rows = (
-            options.order != options.layout
-            and not self.is_one_view
-            and len(self._views) * _FEW_ROWS > self.num_rows
-        )
+        # As of `[s, b]` that lies in memory as `[b, s]`, s views of b rows, or of short sequences
+        # without their last tokens.
+        of_copy, views = self.rows_at_a_time(self.shard.width), len(self._views)
+        self.copies_rows = views > 1 and of_copy * views >= _MANY_VIEWS * self.num_rows
 
     # ---- the order of rows ----
 

@@ -22,7 +22,7 @@ from mcore_logprobs.sources.given import GivenLogits
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.head_operands import HeadOptions
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.source import Gradient, Options, Source
+from mcore_logprobs.sources.source import Gradient, Options, RecomputedTile, Source
 
 AnySource = GivenLogits | HeadLogits
 
@@ -84,10 +84,13 @@ class PairSource:
                 of_teacher = partial(teacher.rectangle, tile.rows, index=self.index)
                 yield PairTile(tile.rows, tile.chunks, of_teacher, tile)
         elif teacher.recomputed:
-            widest = teacher.options.tiling.columns if isinstance(teacher, HeadLogits) else width
+            blocks = [slice(0, width)]
+            if isinstance(teacher, HeadLogits):  # whose blocks are of true vocabulary
+                padding = range(self.shard.valid_width, width)
+                blocks = teacher.blocks + [slice(padding.start, padding.stop)] * bool(padding)
             for other in teacher.tiles():
-                blocks = list(row_chunks(width, widest))
-                yield self._of_given(student, other.rows, blocks, other.block)
+                of_teacher = partial(self._block, other)
+                yield self._of_given(student, other.rows, blocks, of_teacher)
         else:
             step = max(1, student.num_rows)
             if not (student.is_one_view and teacher.is_one_view):
@@ -96,6 +99,13 @@ class PairSource:
                 blocks = [slice(0, width)]
                 yield self._of_given(student, rows, blocks, partial(teacher.rectangle, rows))
 
+    def _block(self, tile: RecomputedTile, columns: slice) -> Chunk:
+        """A block of a teacher's tile; for padding alone no product is made."""
+        if columns.start < self.shard.valid_width:
+            return tile.block(columns)
+        never_read = self.student.rectangle(tile.rows, columns).logits
+        return Chunk(never_read, valid=0)
+
     def _of_given(
         self,
         student: GivenLogits,
@@ -103,6 +113,8 @@ class PairSource:
         blocks: list[slice],
         of_teacher: Callable[[slice], Chunk],
     ) -> PairTile:
+        """A tile of given logits, whose gradient is written at all columns, padding too."""
+
         def chunks() -> Iterator[ChunkAt]:
             return (ChunkAt(rows, block, student.rectangle(rows, block)) for block in blocks)
 

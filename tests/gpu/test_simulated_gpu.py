@@ -138,7 +138,7 @@ print(*failures([parse(["logprobs", "logits", "device=cuda"])]))
 def test_doctor_and_a_patched_model() -> None:
     """Each check of the self-test is within its bound, and a model that is built where there is a
     GPU lies on it and trains as without the patch."""
-    assert python("-W", "ignore", "-c", PATCHED).split() == ["True"] * 4
+    assert python("-W", "ignore", "-c", PATCHED).split() == ["True"] * 5
 
 
 PATCHED = """
@@ -165,6 +165,12 @@ for patched in (False, True):
         loss = model(*call, labels=ids)
     (loss * torch.linspace(0.5, 1.5, 32).cuda().view(2, 16)).sum().backward()
     found.append((loss.detach(), [p.grad.clone() for p in model.parameters()]))
+# A temperature in a CPU tensor is a number, as it is for the functions.
+hot = []
+for temperature in (0.5, torch.tensor(0.5)):
+    with patch_model(model) as handle, handle.options(temperature=temperature):
+        hot.append(model(*call, labels=ids).logprobs)
+print(torch.equal(*hot))
 (expected, gradients), (got, own) = found
 print(torch.allclose(got, expected, atol=1e-5))
 print(all(torch.allclose(a, b, atol=1e-4) for a, b in zip(gradients, own)))

@@ -384,9 +384,13 @@ class _Gloo(dist.ProcessGroupGloo):
     also while nothing is sent: 15 ranks that wait, of 18 groups each, took a quarter of a core.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: Any
+    ) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._timeout = [_gloo_device()], timeout
+        for name, value in others.items():  # torch 2.15 has enable_reconfigure
+            setattr(options, name, value)
         super().__init__(store, rank, size, options)
 
 
