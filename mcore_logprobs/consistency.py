@@ -21,8 +21,8 @@ on all of them. If it refuses a later call the others are in its collective, and
 rank's next call for it. So that one is compared as a first call is, and raises if it is alone.
 
 `MCORE_LOGPROBS_CHECK=0` compares widths only. `MCORE_LOGPROBS_CHECK=1` compares every argument in
-every call: shapes, dtypes, options, values. It makes one all-gather of 4 KiB per call and waits for
-the device, and is for finding a fault.
+every call: shapes, dtypes, options, values, and what requires a gradient. It makes one all-gather
+of 4 KiB per call and waits for the device, and is for finding a fault.
 """
 
 from __future__ import annotations
@@ -431,8 +431,12 @@ def _value(name: str, value: object) -> str:
     if isinstance(value, ProcessGroup):
         return ""
     if isinstance(value, Tensor):
+        # Where one rank alone wants a gradient, the others are not in its backward's collectives.
+        learns = (
+            " that requires a gradient" if value.requires_grad and torch.is_grad_enabled() else ""
+        )
         value = getattr(value, "_local_tensor", value).detach()  # of a DTensor
-        text = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        text = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{learns}"
         sharded = value.is_floating_point() and any(part in name for part in _SHARDED)
         if sharded and "topk" not in name:
             return text

@@ -46,6 +46,7 @@ def checked(operation: str, per_rank: dict[str, list[Any]]) -> tuple[str, list[s
         return message(operation, width, **changes), made.names
 
 
+LEARNING = [torch.ones(ROWS, HIDDEN), torch.ones(ROWS, HIDDEN).requires_grad_()]
 TARGETS = [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]
 
 
@@ -77,8 +78,10 @@ TARGETS = [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]
         ),
         ("kl_div", {"kind": ["forward", "jsd"]}, ["kind: 'forward' on rank 0, 'jsd' on rank 1"]),
         ("gather", {"log_softmax": [False, True]}, ["log_softmax: False on rank 0, True on"]),
+        # One rank alone would be in the backward's all-reduce.
+        ("linear_topk", {"hidden": LEARNING}, ["float32 on rank 0, (4, 3) float32 that requires"]),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_the_check_names_rank_and_value(ranks, operation, per_rank, parts):
     for found, sent in ranks(2).run(checked, operation, per_rank, timeout=60):
