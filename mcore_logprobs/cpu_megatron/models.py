@@ -135,7 +135,8 @@ def transformer_config(
 
     Parallel sizes are those of `megatron.core.parallel_state`. `overrides` are TransformerConfig's
     own fields (those of MLATransformerConfig with multi_latent_attention=True). Megatron's compiled
-    and CUDA-only fusions are off, so that it runs everywhere.
+    and CUDA-only fusions are off, so that it runs everywhere. Virtual stages overlap what they
+    send, as by Megatron-LM's defaults: without that two stages take one tensor for another.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
@@ -168,6 +169,8 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
+        "overlap_p2p_comm": vp is not None,
+        "batch_p2p_comm": vp is None,
     }
     if overrides.get("multi_latent_attention"):
         return MLATransformerConfig(**{**fields, "rope_type": "rope", **overrides})

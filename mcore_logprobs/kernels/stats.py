@@ -210,6 +210,11 @@ class SoftmaxStats(NamedTuple):
     finite: Tensor | None
     sum_pi_squared: Tensor | None
 
+    def logprobs_of(self, x: Tensor, multiplier: float | Tensor) -> Tensor:
+        """log p of unscaled logits `[n, j]`."""
+        below = times_multiplier(x - self.row_max.unsqueeze(-1), multiplier)
+        return below - self.log_sum.unsqueeze(-1)
+
 
 class GradientTerms(NamedTuple):
     """What a gradient of processed logits is made of, rows `[n]`; `kernels.reference.grad` has the

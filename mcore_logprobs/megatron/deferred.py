@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from mcore_logprobs.megatron.adapters import base_layer, is_adapter
 from mcore_logprobs.megatron.ddp import wait_for_parameters
@@ -393,14 +394,8 @@ def scale_deferred(
 
 
 def _materialized(value: Any) -> Any:
-    """`value` with every handle in tuples, lists and dicts replaced by its logits."""
-    if isinstance(value, DeferredLogits):
-        return value.materialize()
-    if type(value) in (tuple, list):
-        return type(value)(_materialized(v) for v in value)
-    if type(value) is dict:
-        return {k: _materialized(v) for k, v in value.items()}
-    return value
+    """`value` with every handle in it replaced by its logits."""
+    return pytree.tree_map_only(DeferredLogits, DeferredLogits.materialize, value)
 
 
 def _forwarded(name: str) -> Callable[..., object]:

@@ -140,10 +140,8 @@ class _AnswersForward(RowStatistics):
 
     def _value_of(self, x: Tensor, softmax: SoftmaxStats) -> Tensor:
         """What is asked for of unscaled logits `[n, j]`."""
-        if not self._operation.log_softmax:
-            return times_multiplier(x, self.multiplier)
-        difference = times_multiplier(x - softmax.row_max.unsqueeze(-1), self.multiplier)
-        return difference - softmax.log_sum.unsqueeze(-1)
+        scale = softmax.logprobs_of if self._operation.log_softmax else times_multiplier
+        return scale(x, self.multiplier)
 
 
 def answers(

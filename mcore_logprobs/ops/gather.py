@@ -120,13 +120,8 @@ class _LogprobForward(RowStatistics):
 
     def results(self) -> tuple[Results, Saved]:
         done, shards = self.reduce(self._values.t())
-        values = shards.sum(0).t()
-        if self._operation.log_softmax:
-            # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-            values = values - done.softmax.row_max.unsqueeze(-1)
-        values = times_multiplier(values, self.multiplier)
-        if self._operation.log_softmax:
-            values = values - done.softmax.log_sum.unsqueeze(-1)
+        scale = done.softmax.logprobs_of if self._operation.log_softmax else times_multiplier
+        values = scale(shards.sum(0).t(), self.multiplier)
         values = torch.where(self._counted, values, 0.0)
         return (values, done.results.entropy), done.softmax
 

@@ -114,7 +114,7 @@ def policy_loss(
     check_loss_fn(loss_fn, per_token)
     divisor = float64_denominator(denominator, device)
     source = source.compacted(valid_mask)
-    source = source.in_whole_rows(adds_per_tile=True, any_tp=source.options.segments is not None)
+    source = source.in_whole_rows(adds_per_tile=True)
     wants = any(x is not None and x.requires_grad for x in source.tensors)
     slope = None
     if any(x is not None and x.dtype == torch.float16 for x in source.tensors):

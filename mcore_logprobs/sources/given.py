@@ -185,7 +185,7 @@ class GivenLogits:
     def compacted(self, valid_mask: Tensor | None) -> GivenLogits:
         return self
 
-    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> GivenLogits:
+    def in_whole_rows(self, *, adds_per_tile: bool = False) -> GivenLogits:
         return self
 
     # ---- as a source and a tile ----

@@ -89,16 +89,16 @@ class HeadLogits(HeadOperands):
     def in_token_order(self) -> HeadLogits:
         return self
 
-    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> HeadLogits:
+    def in_whole_rows(self, *, adds_per_tile: bool = False) -> HeadLogits:
         """This head in tiles small enough to hold a tile's logits over all of the rank's columns.
 
         Args:
             adds_per_tile: as in `Tiling.of`.
-            any_tp: the same rows per tile whatever the tensor-parallel size is.
         """
         options, shard = self.options, self.shard
-        # dHidden of a tile is float32 too.
-        width = max(shard.padded_size if any_tp else shard.width, self.weight.shape[1])
+        # With segments the same rows per tile at any TP. dHidden of a tile is float32 too.
+        width = shard.width if options.segments is None else shard.padded_size
+        width = max(width, self.weight.shape[1])
         tiling = Tiling.of(
             self.num_rows,
             shard.width,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from mcore_logprobs.checks import not_traced
 from mcore_logprobs.sources.lazy import LazyLogits
@@ -127,14 +128,8 @@ def is_harmless(hook: object) -> bool:
 
 
 def _real(value: Any, what: str) -> Any:
-    """`value` with every handle in tuples, lists and dicts replaced by its logits."""
-    if isinstance(value, LazyLogits):
-        return value.materialize(what)
-    if type(value) in (tuple, list):
-        return type(value)(_real(x, what) for x in value)
-    if type(value) is dict:
-        return {k: _real(x, what) for k, x in value.items()}
-    return value
+    """`value` with every handle in it replaced by its logits."""
+    return pytree.tree_map_only(LazyLogits, lambda handle: handle.materialize(what), value)
 
 
 def _with_real(name: str, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:

@@ -43,7 +43,7 @@ class PairOptions:
 
 
 class PairSource:
-    """A student and a teacher as a `Source`, whose chunks bring the teacher's as `ChunkAt.other`.
+    """A student and a teacher as the driver walks them; chunks bring the teacher's as `other`.
 
     Args:
         index: `[n]` int64, which token of a given teacher stands at each row; None: in order.
@@ -57,12 +57,10 @@ class PairSource:
         others = (None if x is None else x.detach() for x in teacher.tensors)
         self.tensors = (*student.tensors, index, *others)
         self.shard = student.shard
-        self.batch_shape, self.num_rows = student.batch_shape, student.num_rows
+        self.num_rows, self.linear = student.num_rows, False
         self.device, self.acc_dtype = student.device, student.acc_dtype
-        self.processing, self.linear = student.processing, False
         of_teacher = teacher.processing if index is None else teacher.processing.rows(index)
         self.multipliers = student.processing.multiplier, of_teacher.multiplier
-        self.recomputed = student.recomputed
         self.heads: tuple[HeadLogits, ...] = (*student.heads, *teacher.heads)
         self.may_keep = any(head.may_keep for head in self.heads)
         self.to_row_order, self.to_token_order = student.to_row_order, student.to_token_order

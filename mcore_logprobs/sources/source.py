@@ -246,12 +246,11 @@ class Source(Walked, Protocol):
             ValueError: compact without a mask.
         """
 
-    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> Self:
+    def in_whole_rows(self, *, adds_per_tile: bool = False) -> Self:
         """The source in tiles of which all logits of a rank may exist at one time.
 
         Args:
             adds_per_tile: each tile adds to a gradient of the weight's size.
-            any_tp: the same rows per tile whatever the tensor-parallel size is.
         """
 
     def in_token_order(self) -> Self:

@@ -36,7 +36,12 @@ def wrapped_chunks(config: Any, *, ddp: dict[str, Any] | None = None, **build: A
 
 
 def train_step(
-    config: Any, chunks: list[Any], batches: list[Any], loss_func: Any
+    config: Any,
+    chunks: list[Any],
+    batches: list[Any],
+    loss_func: Any,
+    *,
+    forward_only: bool = False,
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """One step by Megatron's schedule: (what loss_func reported, main_grad by parameter name)."""
     from megatron.core.distributed import finalize_model_grads
@@ -60,7 +65,7 @@ def train_step(
         num_microbatches=len(batches),
         seq_length=SEQ,
         micro_batch_size=2,
-        forward_only=False,
+        forward_only=forward_only,
     )
     grads = {
         f"{i}.{name}".replace("module.", ""): param.main_grad.clone()
@@ -84,7 +89,9 @@ def compare(
     ddp: dict[str, Any] | None = None,
     **config: Any,
 ) -> dict[str, float]:
-    """Errors of a patched step against the unpatched one of the same wrapped model."""
+    """Errors of a patched step against the unpatched one of the same wrapped model, and of that
+    one's losses against a forward's alone, in which stages exchange less.
+    """
     with megatron(**layout) as parallel_state:
         extra = {"mtp_num_layers": 1} if mtp else {}
         pp = layout.get("pp", 1)
@@ -97,6 +104,7 @@ def compare(
         )
         chunks = wrapped_chunks(made, tied=tied, mtp=mtp, ddp=ddp)
         batches = [make_batch(parallel_state, seed=i) for i in range(4)]
+        alone, _ = train_step(made, chunks, batches, weighted, forward_only=True)
         expected, expected_grads = train_step(made, chunks, batches, weighted)
         with patch_gpt_model(chunks, LogprobConfig(**(settings or {}))) as handle:
             got, grads = train_step(made, chunks, batches, weighted)
@@ -104,7 +112,12 @@ def compare(
         assert len(handle.reports) == (1 if last else 0)
         assert len(got) == (len(batches) if last else 0)
         losses = [relative(g, e) for g, e in zip(got, expected, strict=True)]
-        return {"loss": max(losses, default=0.0), "grad": worst(grads, expected_grads)}
+        plain = [relative(e, a) for e, a in zip(expected, alone, strict=True)]
+        return {
+            "loss": max(losses, default=0.0),
+            "plain": max(plain, default=0.0),
+            "grad": worst(grads, expected_grads),
+        }
 
 
 @pytest.mark.parametrize("output", ["stats", "loss"])
