@@ -23,7 +23,7 @@ from tests.megatron.common import (
     worst,
 )
 from tests.megatron.test_mtp import logged_metrics
-from tests.megatron.test_pipeline import train_step, weighted
+from tests.megatron.test_pipeline import against_unpatched
 
 
 def hybrid_config(layout: dict[str, int], pattern: str, **overrides: Any) -> Any:
@@ -121,14 +121,7 @@ def schedule(
             )
         ]
         batches = [make_batch(parallel_state, seed=i) for i in range(2 * layout.get("pp", 1))]
-        expected, expected_grads = train_step(config, chunks, batches, weighted)
-        with patch_gpt_model(chunks, LogprobConfig(output=output)) as handle:
-            got, grads = train_step(config, chunks, batches, weighted)
-        last = parallel_state.is_pipeline_last_stage()
-        assert len(handle.reports) == (1 if last else 0)
-        assert len(got) == (len(batches) if last else 0)
-        losses = [relative(g, e) for g, e in zip(got, expected, strict=True)]
-        return {"loss": max(losses, default=0.0), "grad": worst(grads, expected_grads)}
+        return against_unpatched(parallel_state, config, chunks, batches, {"output": output})
 
 
 @pytest.mark.parametrize(

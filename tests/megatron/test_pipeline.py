@@ -89,9 +89,7 @@ def compare(
     ddp: dict[str, Any] | None = None,
     **config: Any,
 ) -> dict[str, float]:
-    """Errors of a patched step against the unpatched one of the same wrapped model, and of that
-    one's losses against a forward's alone, in which stages exchange less.
-    """
+    """`against_unpatched` of a GPT model."""
     with megatron(**layout) as parallel_state:
         extra = {"mtp_num_layers": 1} if mtp else {}
         pp = layout.get("pp", 1)
@@ -104,20 +102,33 @@ def compare(
         )
         chunks = wrapped_chunks(made, tied=tied, mtp=mtp, ddp=ddp)
         batches = [make_batch(parallel_state, seed=i) for i in range(4)]
-        alone, _ = train_step(made, chunks, batches, weighted, forward_only=True)
-        expected, expected_grads = train_step(made, chunks, batches, weighted)
-        with patch_gpt_model(chunks, LogprobConfig(**(settings or {}))) as handle:
-            got, grads = train_step(made, chunks, batches, weighted)
-        last = parallel_state.is_pipeline_last_stage()
-        assert len(handle.reports) == (1 if last else 0)
-        assert len(got) == (len(batches) if last else 0)
-        losses = [relative(g, e) for g, e in zip(got, expected, strict=True)]
-        plain = [relative(e, a) for e, a in zip(expected, alone, strict=True)]
-        return {
-            "loss": max(losses, default=0.0),
-            "plain": max(plain, default=0.0),
-            "grad": worst(grads, expected_grads),
-        }
+        return against_unpatched(parallel_state, made, chunks, batches, settings or {})
+
+
+def against_unpatched(
+    parallel_state: Any,
+    config: Any,
+    chunks: list[Any],
+    batches: list[Any],
+    settings: dict[str, Any],
+) -> dict[str, float]:
+    """Errors of a patched step against the unpatched one of the same wrapped model, and of that
+    one's losses against a forward's alone, in which stages exchange less.
+    """
+    alone, _ = train_step(config, chunks, batches, weighted, forward_only=True)
+    expected, expected_grads = train_step(config, chunks, batches, weighted)
+    with patch_gpt_model(chunks, LogprobConfig(**settings)) as handle:
+        got, grads = train_step(config, chunks, batches, weighted)
+    last = parallel_state.is_pipeline_last_stage()
+    assert len(handle.reports) == (1 if last else 0)
+    assert len(got) == (len(batches) if last else 0)
+    losses = [relative(g, e) for g, e in zip(got, expected, strict=True)]
+    plain = [relative(e, a) for e, a in zip(expected, alone, strict=True)]
+    return {
+        "loss": max(losses, default=0.0),
+        "plain": max(plain, default=0.0),
+        "grad": worst(grads, expected_grads),
+    }
 
 
 @pytest.mark.parametrize("output", ["stats", "loss"])
