@@ -195,7 +195,7 @@ def apply(
         learns = any(x is not None and x.requires_grad for x in source.tensors)
         plans = plan_kept(source.heads, operation.rereads) if learns else ()
     call = _Call(operation, len(source.tensors), len(per_token), plans)
-    return _lent(_Recompute, source, call, *source.tensors, *per_token, *constants)
+    return _run(_Recompute, source, call, *source.tensors, *per_token, *constants)
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ class _Call:
 _LEADING = 3  # arguments of either autograd function before its tensors
 
 
-def _lent(function: type[torch.autograd.Function], source: Walked, *arguments: Any) -> Any:
-    """What the function gives of a source's options, the source itself, and the arguments.
+def _run(function: type[torch.autograd.Function], source: Walked, *arguments: Any) -> Any:
+    """Run the autograd function over a source, whose buffers are let go of afterwards.
 
     The forward takes the source as it is; the backward makes it again of its tensors. So does the
     forward under torch.compile, which lets no function change the buffers of what was made outside.
@@ -224,7 +224,7 @@ def _lent(function: type[torch.autograd.Function], source: Walked, *arguments: A
         if padding and torch.compiler.is_dynamo_compiling():  # not torch.export
             # The last rank has padding alone, and sends constants. AOTAutograd (2.13) sends those
             # in the backward once more, where no other rank takes part.
-            return _lent_untraced(function, source, *arguments)
+            return _run_untraced(function, source, *arguments)
         return function.apply(source.options, None, *arguments)
     try:
         return function.apply(source.options, source, *arguments)
@@ -233,7 +233,7 @@ def _lent(function: type[torch.autograd.Function], source: Walked, *arguments: A
             head.release()
 
 
-_lent_untraced = not_traced(_lent)
+_run_untraced = not_traced(_run)
 
 
 class _RecomputeContext(FunctionCtx):
@@ -382,7 +382,7 @@ def apply_eagerly(
     parts = [x.unsqueeze(0)[..., :0].flatten().float() for x in learning]
     anchor = torch.cat(parts) if parts else torch.empty(0)
     call = _Call(operation, len(source.tensors), len(per_token), objective=objective)
-    return _lent(_Eager, source, call, *source.tensors, *per_token, *own, anchor)
+    return _run(_Eager, source, call, *source.tensors, *per_token, *own, anchor)
 
 
 _WEIGHT = HeadTensors._fields.index("weight")

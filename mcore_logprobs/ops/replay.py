@@ -41,6 +41,7 @@ from mcore_logprobs.ops.record import (
 )
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics, entries_of_chunk
+from mcore_logprobs.sources.kept import Rereads
 from mcore_logprobs.sources.source import LogitIndices, Source, Tile
 
 
@@ -86,6 +87,10 @@ class Replay(Operation[Source]):
     missing: str
     ignored_values = (0.0, 0.0, *IGNORED)
 
+    @property
+    def rereads(self) -> Rereads:  # type: ignore[override]
+        return "nothing" if self.full is None else "exact"
+
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         if self.full is None:
             return _ReplayForward(self, source, tensors)
@@ -123,12 +128,6 @@ class Replay(Operation[Source]):
         """bool `[n]`: the rows whose results are of their record."""
         valid_mask, _, recorded, *_ = tensors
         return valid_mask if self.missing == "error" else valid_mask & recorded
-
-
-class _FullReplay(Replay):
-    """One whose backward reads chunks of logits again."""
-
-    rereads = "exact"
 
 
 def _rows_of_walk(source: Source, row: Tensor) -> Tensor:
@@ -407,23 +406,23 @@ def replay(
     if kept.missing == "error":
         check_recorded(recorded, valid_mask, places)
     local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")
-    asked = StatsSpec() if full_spec is None and kept.full else full_spec
-    full_spec = StatsSpec() if asked is None and kept.missing == "full" else asked
-    if full_spec is not None and kept.missing == "full" and kept.entropy:
-        full_spec = replace(full_spec, entropy=True)
+    given_out = StatsSpec() if full_spec is None and kept.full else full_spec
+    computed = given_out
+    if kept.missing == "full":  # rows without a record take the whole distribution's results
+        computed = given_out or StatsSpec()
+        computed = replace(computed, entropy=computed.entropy or kept.entropy)
     as_it_lies = source.compacted(valid_mask)
     source = as_it_lies.in_token_order()
     record = Record.of(source, ids.numel(), offsets, places)
     hit = ids[record.place] == source.to_row_order(target)[record.row]
-    kind = Replay if full_spec is None else _FullReplay
-    operation = kind(record.bounds, kept.entropy, full_spec, kept.missing)
+    operation = Replay(record.bounds, kept.entropy, computed, kept.missing)
     per_token = (valid_mask, local_target, recorded)
     entries = (record.row, local_ids[record.place], hit)
-    if full_spec is not None:
+    if computed is not None:
         source = as_it_lies  # statistics are taken so
     results = ReplayResults.of(apply(operation, source, *per_token, constants=entries))
-    full = RowResults() if asked is None else results.full
-    if asked is not None and not asked.entropy:
+    full = RowResults() if given_out is None else results.full
+    if given_out is not None and not given_out.entropy:
         full = full._replace(entropy=None)
     return TokenStats(
         **full._replace(logprobs=results.logprobs)._asdict(),
