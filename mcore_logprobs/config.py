@@ -437,7 +437,7 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     return parser
 
 
-_Stored = tuple["weakref.ref[argparse.Namespace]", str, object]
+_Stored = tuple[Callable[[], object], str, object]
 
 
 class _Switch(argparse.Action):
@@ -465,8 +465,16 @@ class _Switch(argparse.Action):
         for _, other, before in self._stored:
             if other != flag and before != value:
                 raise argparse.ArgumentError(self, f"contradicts {other}")
-        self._stored.append((weakref.ref(namespace), flag, value))
+        self._stored.append((_reference(namespace), flag, value))
         setattr(namespace, self.dest, value)
+
+
+def _reference(namespace: object) -> Callable[[], object]:
+    """A weak reference; the object itself where it allows none, as types.SimpleNamespace."""
+    try:
+        return weakref.ref(namespace)
+    except TypeError:
+        return lambda: namespace
 
 
 def _argument_type(setting: fields.Setting) -> Callable[[str], object]:

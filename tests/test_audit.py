@@ -88,6 +88,15 @@ def test_an_autograd_function(name: str) -> None:
     assert "view size is not compatible" in row.note
 
 
+def test_a_class_that_stands_in_for_an_autograd_function() -> None:
+    assert audit("mcore_logprobs.dropin.nemo_rl:DistributedLogprob", tp=(1,)).ok
+
+
+def test_a_function_without_named_parameters() -> None:
+    report = audit(audited.hidden_by_a_decorator, tp=(1,))
+    assert "expected named parameters, got (*args, **options)" in report.rows[0].note
+
+
 def test_what_an_error_looks_like() -> None:
     report = audit(audited.twice_the_gradient, tp=(2,))
     (row,) = [row for row in report.rows if row.verdict != "ok"]

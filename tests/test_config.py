@@ -9,6 +9,7 @@ import math
 import pickle
 import re
 import sys
+import types
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -186,6 +187,14 @@ def test_switches_that_do_not_contradict_each_other() -> None:
     assert flags.parse_args(["--logprob-fused", "require"]).logprob_fused == "require"
     twice = ["--logprob-fused", "require", "--logprob-fused", "false"]
     assert flags.parse_args(twice).logprob_fused is False
+
+
+def test_any_object_is_a_namespace() -> None:
+    """To argparse; types.SimpleNamespace takes no weak reference."""
+    found = parser().parse_args(["--logprob-entropy"], types.SimpleNamespace())
+    assert found.logprob_entropy is True
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--logprob-entropy", "--logprob-no-entropy"], types.SimpleNamespace())
 
 
 def test_namespace_is_plain_data() -> None:

@@ -476,3 +476,28 @@ def test_a_bound_itself_is_within():
     assert mask.item() == 1.0
     mask = losses.off_policy_sequence_mask(far, far, -torch.ones(1, 1), far > 0, delta=0.0)
     assert mask.item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        losses.ClippedLoss(),
+        losses.SAPOLoss(),
+        losses.ImportanceLoss(),
+        losses.IPOLoss(),
+        losses.SPOLoss(),
+        losses.ReinforceLoss(),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_advantages_may_be_integers(loss, dtype):
+    """Rewards of 0 and 1, say; minus a uint8 of 1 is 255."""
+    new = (-torch.rand(6)).requires_grad_()
+    advantages = torch.tensor([0, 1, 1, 0, 1, 1])
+    tensors = [new.detach() - 0.1] * (len(loss.tensors) - 1)
+    place = loss.tensors.index("advantages")
+    found = loss(new, None, *tensors[:place], advantages.to(dtype), *tensors[place:])
+    expected = loss(new, None, *tensors[:place], advantages.float(), *tensors[place:])
+    assert torch.equal(found, expected)
+    assert found.dtype == torch.float32

@@ -19,6 +19,7 @@ from torch import Tensor
 from mcore_logprobs.__main__ import main
 from mcore_logprobs.diagnostics import Settings, explain_mismatch, load_mismatch_dump
 from tests.helpers.distributed import get_pool
+from tests.megatron.common import megatron
 
 VOCAB, TRUE_VOCAB, TEMPERATURE, TOP_P = 96, 89, 0.7, 0.9
 BATCH, LENGTH, PROMPT = 6, 21, 5
@@ -364,6 +365,22 @@ def _explain_sharded(data: dict[str, Tensor]) -> Any:
     mine = {k: data[k].chunk(world, -1)[rank] for k in ("logits", "stale_logits")}
     sides = (Settings(padding_counted=True), Settings(bf16_logits=True))
     return _explain(data, *sides, **mine, tp_group=dist.group.WORLD)
+
+
+def _without_a_group() -> tuple[float, Settings]:
+    with megatron(tp=2) as parallel_state:
+        logits, target = torch.randn(2, 16, 48), torch.arange(32).view(2, 16) + 16
+        right = logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        mine = logits.chunk(2, -1)[parallel_state.get_tensor_model_parallel_rank()]
+        found = explain_mismatch(right, right - 0.1, target, logits=mine)
+        return found.remainder.max_abs, found.train
+
+
+def test_megatron_s_group_is_taken_where_none_is_given() -> None:
+    """For ids too, which are of both ranks' columns."""
+    for remainder, train in get_pool(2).run(_without_a_group):
+        assert remainder == pytest.approx(0.1, abs=1e-5)
+        assert train == Settings()
 
 
 def _dump(data: dict[str, Tensor], path: Path) -> None:

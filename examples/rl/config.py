@@ -333,6 +333,11 @@ def validate(config: RunConfig, world_size: int) -> None:
             f"grpo.settings of {g.objective}: expected rollout.importance_cap, which weights any "
             "objective, got weighted: true"
         )
+    if "weights" in asked and not r.importance_cap > 0:
+        raise SetupError(
+            f"grpo.settings of {g.objective}: expected rollout.importance_cap above 0 with "
+            "weighted: true, as the weights are the importance weights, got 0"
+        )
     if g.objective in OF_THE_SAMPLER and r.importance_cap > 0:
         raise SetupError(
             f"rollout.importance_cap: expected 0 with {g.objective}, whose ratio is to the "

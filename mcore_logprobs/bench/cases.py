@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 import mcore_logprobs as m
 from mcore_logprobs.bench.peers import compiled, linear_peers, logits_peers
 from mcore_logprobs.bench.runner import Contender, Workload, upstream
+from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.debug import oracle
 from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.kernels.chunk import row_stride
@@ -188,6 +189,14 @@ def _products(hidden: Tensor, weight: Tensor, *, recompute: bool) -> Contender:
     )
 
 
+def _held(h: Tensor, w: Tensor, group: ProcessGroup | None) -> Tensor:
+    """All logits of this rank; dHidden is summed over TP, as a column-parallel layer sums it."""
+    if group is not None and group_size(group) > 1 and h.requires_grad:
+        h = h.view_as(h)  # not the operand itself, on which a hook would stay
+        h.register_hook(lambda gradient: all_reduce_sum(gradient, group))
+    return h @ w.t()
+
+
 def linear_case(shape: Shape) -> Workload:
     """Log-probabilities from hidden states: fused, unfused, the peers, the bare products."""
     hidden, weight, target = _head(shape)
@@ -199,7 +208,7 @@ def linear_case(shape: Shape) -> Workload:
         )
 
     def unfused(h: Tensor, w: Tensor) -> Tensor:
-        return m.vocab_parallel_logprobs(h @ w.t(), target, tp_group=shape.group)
+        return m.vocab_parallel_logprobs(_held(h, w, shape.group), target, tp_group=shape.group)
 
     one = group_size(shape.group) == 1
     check = _check(hidden, target, oracle.logprobs, weight) if one else None
@@ -318,7 +327,9 @@ def linear_ops_case(shape: Shape) -> Workload:
     for name, (fused, on_logits, plain) in ways.items():
         contenders += [
             Contender(f"{name}, fused", fused, inputs),
-            Contender(f"{name}, logits held", lambda h, w, f=on_logits: f(h @ w.t()), inputs),
+            Contender(
+                f"{name}, logits held", lambda h, w, f=on_logits: f(_held(h, w, group)), inputs
+            ),
             _compiled(lambda h, w, f=plain: f(h @ w.t()), inputs, f"{name}, torch.compile"),
         ]
     return Workload("operations from hidden states", shape.describe(), contenders)
@@ -342,7 +353,9 @@ def policy_case(shape: Shape) -> Workload:
         return loss_fn(result.logprobs, result.entropy, old, advantages).sum() / rows
 
     def unfused(h: Tensor, w: Tensor) -> Tensor:
-        result = m.vocab_parallel_token_stats(h @ w.t(), target, entropy=True, tp_group=group)
+        result = m.vocab_parallel_token_stats(
+            _held(h, w, group), target, entropy=True, tp_group=group
+        )
         return loss_fn(result.logprobs, result.entropy, old, advantages).sum() / rows
 
     def plain(h: Tensor, w: Tensor) -> Tensor:
@@ -378,14 +391,14 @@ def keep_case(shape: Shape) -> Workload:
         )
 
     def unfused(h: Tensor, w: Tensor) -> Tensor:
-        return m.vocab_parallel_logprobs(h @ w.t(), target, tp_group=group)
+        return m.vocab_parallel_logprobs(_held(h, w, group), target, tp_group=group)
 
     one = group_size(group) == 1
     check = _check(hidden, target, oracle.logprobs, weight) if one else None
     on_logits, absent = logits_peers(target)
     on_hidden, unavailable = linear_peers(target)
     peers: dict[str, Callable[..., Tensor]] = {
-        f"{name}, logits held": lambda h, w, f=function: f(h @ w.t())
+        f"{name}, logits held": lambda h, w, f=function: f(_held(h, w, group))
         for name, function in on_logits.items()
         if name.startswith("megatron")
     }

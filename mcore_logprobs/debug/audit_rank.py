@@ -145,7 +145,9 @@ def module_of_file(name: str, path: Path) -> ModuleType:
 def parameters(fn: Callable[..., object]) -> list[inspect.Parameter]:
     """What a call takes; of an autograd function its forward's, without ctx."""
     if inspect.isclass(fn) and hasattr(fn, "apply"):
-        return list(inspect.signature(fn.forward).parameters.values())[1:]  # type: ignore[attr-defined]
+        if hasattr(fn, "forward"):
+            return list(inspect.signature(fn.forward).parameters.values())[1:]
+        fn = fn.apply  # a class that stands in for one
     return list(inspect.signature(fn).parameters.values())
 
 
@@ -393,6 +395,9 @@ def _call(fn: Any, kind: Kind, given: dict[str, object], call: dict[str, object]
     takes = parameters(fn)
     if inspect.isclass(fn) and hasattr(fn, "apply"):
         fn = fn.apply  # type: ignore[attr-defined]
+    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in takes):
+        signature = ", ".join(map(str, takes))
+        raise TypeError(f"do not know what to pass: expected named parameters, got ({signature})")
     args: list[object] = []
     keywords: dict[str, object] = {}
     for place, parameter in enumerate(takes):

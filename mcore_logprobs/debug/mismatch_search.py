@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import Check, check_float_tensor
 from mcore_logprobs.debug.compare import check_zero_or_one
 from mcore_logprobs.debug.mismatch_result import RIGHT, SETTINGS, Alignment, Settings
+from mcore_logprobs.groups import group_size, resolve_tp_group
 from mcore_logprobs.ops.gather import vocab_parallel_gather
 from mcore_logprobs.ops.sampling import vocab_parallel_sampling_logprobs
 
@@ -217,7 +218,7 @@ class Rows:
 
     @property
     def _ranks(self) -> int:
-        return 1 if self.tp_group is None else self.tp_group.size()
+        return group_size(resolve_tp_group(self.tp_group))
 
     @property
     def ids(self) -> int:

@@ -27,6 +27,7 @@ _CLASSES = {
     "megatron.core.models.hybrid.hybrid_model": "HybridModel",
     "megatron.core.models.mamba.mamba_model": "MambaModel",
 }
+_OF_A_HEAD = ("chunk_size", "backend", "logits_dtype", "saved_bytes")
 _MARK = "_mcore_logprobs_lazy"
 _said: list[str] = []
 _settings: dict[object, str] = {}  # of those that are on, the latest last
@@ -61,8 +62,18 @@ def lazy_models(fused: str) -> Callable[[], None]:
     return off
 
 
-def fused_setting() -> bool | Literal["require"]:
-    """`LogprobConfig.fused` for a drop-in that patches a model itself."""
+def head_settings(config: object) -> dict[str, Any]:
+    """Of `LogprobConfig`, for a model that a drop-in patches: what the model's own config has of a
+    head, and `fused` as the latest switch has it where that says nothing.
+    """
+    own = LogprobConfig() if config is None else LogprobConfig.from_transformer_config(config)
+    fused: object = own.fused
+    if not hasattr(config, "logprob_fused"):
+        fused = _switched_fused()
+    return {"fused": fused, **{name: getattr(own, name) for name in _OF_A_HEAD}}
+
+
+def _switched_fused() -> bool | Literal["require"]:
     return "require" if list(_settings.values())[-1:] == ["require"] else True
 
 
@@ -74,7 +85,7 @@ def _watch(name: str, module: object) -> None:
     original = owner.__init__
 
     @functools.wraps(original)
-    def init(self: Any, *args: object, **kwargs: Any) -> None:
+    def init(self: Any, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         if before_call not in self._forward_pre_hooks.values():
             self.register_forward_pre_hook(before_call)
@@ -92,7 +103,7 @@ def before_call(model: Any, args: object) -> None:
         if present is not None and present.automatic:
             present.retire()
         return
-    fused = fused_setting()
+    fused = _switched_fused()
     is_stale = present is not None and (
         not present.has_its_layer  # an adapter was put around it since, or another in its place
         or present.automatic != fused  # switched on again since, with another setting
@@ -109,24 +120,14 @@ def before_call(model: Any, args: object) -> None:
     has_vocabulary = is_adapter(layer) or hasattr(layer, "output_size_per_partition")
     if present is not None or not has_vocabulary:
         return  # a patch of somebody's own; a critic's head
-    settings = LogprobConfig.from_transformer_config(model.config)
-    if settings.fused is False:
+    settings = head_settings(model.config)
+    if settings["fused"] is False:
         return  # the model's own setting
     report = head_report(model)
-    is_required = "require" in (fused, settings.fused)
-    if not is_required and not report.fusable:
+    if settings["fused"] != "require" and not report.fusable:
         say_unfused(report.reason, head_tp_group(layer))
         return
-    config = LogprobConfig(
-        output="loss",
-        logits="lazy",
-        fused="require" if is_required else True,
-        chunk_size=settings.chunk_size,
-        backend=settings.backend,
-        logits_dtype=settings.logits_dtype,
-        saved_bytes=settings.saved_bytes,
-    )
-    patch_own_stage(model, config)
+    patch_own_stage(model, LogprobConfig(output="loss", logits="lazy", **settings))
     patch = patch_of(model)
     assert patch is not None
     patch.automatic = fused

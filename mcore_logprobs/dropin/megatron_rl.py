@@ -28,7 +28,7 @@ from mcore_logprobs.dropin._common import (
     padded_bounds,
     whole_logprobs,
 )
-from mcore_logprobs.dropin.lazy_models import fused_setting
+from mcore_logprobs.dropin.lazy_models import head_settings
 from mcore_logprobs.megatron.heads import find_language_models
 
 __all__ = ["get_logprobs", "selective_log_softmax"]
@@ -92,7 +92,8 @@ def get_logprobs(
 
     labels = local(next_tokens(tokens, cu_seqlens=cu_seqlens))
     extra = {} if packed is None else {"packed_seq_params": packed}
-    config = ours.LogprobConfig(output="stats", ignore_index=IGNORED, fused=fused_setting())
+    of_head = head_settings(getattr(model, "config", None))
+    config = ours.LogprobConfig(output="stats", ignore_index=IGNORED, **of_head)
 
     def run() -> object:
         return model(local(tokens), local(position_ids), None, labels=labels, **extra)

@@ -36,7 +36,7 @@ from mcore_logprobs.dropin._common import (
     token_logprobs,
     whole_logprobs,
 )
-from mcore_logprobs.dropin.lazy_models import fused_setting
+from mcore_logprobs.dropin.lazy_models import head_settings
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -496,13 +496,10 @@ def _next_token_logprobs(
     sampling = getattr(type(model), "_linear_ce_fusion_sampling", {})
     if temperature is not None or sampling_params is not None:
         sampling = _sampling(temperature, sampling_params)
-    config = ours.LogprobConfig(
-        output="stats",
-        fused=fused_setting(),
-        chunk_size=rows_a_chunk(chunk_size, labels.shape[0]),
-        ignore_index=IGNORED,
-        **sampling,
-    )
+    of_head = head_settings(getattr(model, "config", None))
+    if chunk_size is not None:
+        of_head["chunk_size"] = rows_a_chunk(chunk_size, labels.shape[0])
+    config = ours.LogprobConfig(output="stats", ignore_index=IGNORED, **sampling, **of_head)
     inference = any(arguments.get(n) is not None for n in ("inference_context", "inference_params"))
     return whole_logprobs(
         lambda: original(*bound.args, **bound.kwargs),

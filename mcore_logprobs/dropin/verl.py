@@ -32,7 +32,7 @@ from mcore_logprobs.dropin._common import (
     setting,
     share_of_gradient,
 )
-from mcore_logprobs.dropin.lazy_models import fused_setting
+from mcore_logprobs.dropin.lazy_models import head_settings
 from mcore_logprobs.groups import group_size, resolve_tp_group
 
 __all__ = [
@@ -207,7 +207,7 @@ def fused_output_processor(
     """
     temperature = _per_token(context.temperature, labels)
     settings = ours.LogprobConfig(
-        output="stats", entropy=True, temperature=temperature, fused=fused_setting()
+        output="stats", entropy=True, temperature=temperature, **head_settings(config)
     )
     stats = ours.logprob_output_processor(
         hidden_states=hidden_states,
@@ -303,9 +303,8 @@ def _fused_forward(
     if labels is None or arguments.get("output_processor") is not None:
         return original(*args, **kwargs)
     temperature = _per_token(temperature, labels)
-    config = ours.LogprobConfig(
-        output="stats", entropy=True, temperature=temperature, fused=fused_setting()
-    )
+    of_head = head_settings(getattr(model, "config", None))
+    config = ours.LogprobConfig(output="stats", entropy=True, temperature=temperature, **of_head)
     with ours.patch_gpt_model(model, config):
         stats = original(*args, **kwargs)
     if not isinstance(stats, ours.TokenStats):

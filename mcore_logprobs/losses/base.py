@@ -366,10 +366,11 @@ class TokenLoss(SuggestsFields):
 
 
 def _widened(tensor: Tensor, logprobs: Tensor) -> Tensor:
-    """Without gradient; in bfloat16 e^log p would have fewer digits than the new policy's."""
-    if not tensor.is_floating_point():
-        return tensor.detach()
-    return tensor.detach().to(torch.promote_types(tensor.dtype, logprobs.dtype))
+    """Without gradient; in bfloat16 e^log p would have fewer digits than the new policy's, and
+    minus a uint8 is none.
+    """
+    dtype = tensor.dtype if tensor.is_floating_point() else torch.float32
+    return tensor.detach().to(torch.promote_types(dtype, logprobs.dtype))
 
 
 class _Wrapped(TokenLoss):

@@ -57,6 +57,10 @@ def needs_more(logits: Tensor, labels: Tensor, recipe: str) -> Tensor:
     return logits[..., 0]
 
 
+def hidden_by_a_decorator(*args, **options):
+    return right(*args, **options)
+
+
 def half_by_keyword(logits: Tensor, labels: Tensor, **options: float) -> Tensor:
     """Half of the right values, unless the keyword `scale` arrives."""
     return 0.5 * options.get("scale", 1.0) * mcore_logprobs.vocab_parallel_logprobs(logits, labels)

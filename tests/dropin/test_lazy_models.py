@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mcore_logprobs as ours
 from mcore_logprobs.cpu_megatron import models as mm
-from mcore_logprobs.dropin import lazy_models, megatron_rl, switch
+from mcore_logprobs.dropin import lazy_models, megatron_rl, nemo_rl, switch, verl
 from mcore_logprobs.megatron import patch as patch_module
 from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
 from mcore_logprobs.sources.lazy import LazyLogits
@@ -225,6 +225,14 @@ def settings_that_change() -> None:
             assert patch_of(model) is None
         finally:
             off()
+        off = lazy_models.lazy_models("require")
+        try:
+            for own in (True, False):
+                model = built()
+                model.config.logprob_fused = own
+                assert reads() == "Tensor"
+        finally:
+            off()
         # Somebody else has patched the model too, and the patch cannot be taken back.
         off = lazy_models.lazy_models("require")
         try:
@@ -243,6 +251,54 @@ def settings_that_change() -> None:
 
 def test_the_setting_that_is_on_last_holds(ranks: Any) -> None:
     ranks(1).run(settings_that_change)
+
+
+def a_model_s_own_settings() -> None:
+    """Functions that patch the model themselves take them as its lazy logits do."""
+    with megatron() as parallel_state:
+        batch = make_batch(parallel_state)
+        inputs, labels = batch["inputs"], batch["labels"]
+
+        def by_verl(model: Any) -> None:
+            verl.patch_fused_forward(model)
+            try:
+                model(**inputs, labels=labels.clamp(min=0), temperature=1.0)
+            finally:
+                verl.unpatch_fused_forward(model)
+
+        def by_megatrons_rl(model: Any) -> None:
+            megatron_rl.get_logprobs(model, inputs["input_ids"], inputs["position_ids"])
+
+        def by_nemo(model: Any) -> None:
+            nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4)
+            try:
+                flag = {"return_logprobs_for_linear_ce_fusion": True}
+                model(**inputs, labels=inputs["input_ids"], **flag)
+            finally:
+                nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+
+        off = lazy_models.lazy_models("require")
+        try:
+            for call in (by_verl, by_megatrons_rl, by_nemo):
+                model = built()
+                model.config.logprob_backend = "triton"
+                with pytest.raises(ValueError, match="backend='triton' is unavailable"):
+                    call(model)
+                for own in (None, True, False):
+                    model = built()
+                    model.output_layer.register_forward_hook(lambda layer, args, out: out)
+                    if own is None:
+                        with pytest.raises(ValueError, match="fused='require'"):
+                            call(model)
+                    else:
+                        model.config.logprob_fused = own
+                        call(model)
+        finally:
+            off()
+
+
+def test_a_model_s_own_settings(ranks: Any) -> None:
+    ranks(1).run(a_model_s_own_settings)
 
 
 def another_layer(model: Any) -> None:

@@ -109,7 +109,7 @@ def test_bad_values(values: dict, message: str) -> None:
                 1,
                 f"grpo.settings of {name}: expected rollout.importance_cap",
             )
-            for name in ("ClippedLoss", "ClipCovLoss")
+            for name in ("ClippedLoss", "ClipCovLoss", "SFTLoss")
         ),
         ({"task": {"examples": 3}}, 1, "task echo: expected no examples and no system"),
         ({"task": {"system": "hello"}}, 1, "task echo: expected .*, got 0 and 'hello'"),
