@@ -137,6 +137,10 @@ def transformer_config(
     own fields (those of MLATransformerConfig with multi_latent_attention=True). Megatron's compiled
     and CUDA-only fusions are off, so that it runs everywhere. Virtual stages overlap what they
     send, as by Megatron-LM's defaults: without that two stages take one tensor for another.
+
+    Raises:
+        ValueError: multi-latent attention with tensor parallelism, for which Megatron's layers
+            without Transformer Engine give wrong gradients.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
@@ -173,6 +177,11 @@ def transformer_config(
         "batch_p2p_comm": vp is None,
     }
     if overrides.get("multi_latent_attention"):
+        if tp > 1:
+            raise ValueError(
+                f"multi_latent_attention: expected tensor-parallel size 1, got {tp}: Megatron's "
+                "layers without Transformer Engine do not sum its gradients over the ranks"
+            )
         return MLATransformerConfig(**{**fields, "rope_type": "rope", **overrides})
     return TransformerConfig(**{**fields, **overrides})
 

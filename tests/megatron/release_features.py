@@ -182,7 +182,7 @@ def experts_and_tensors() -> None:
 
 @feature("multi-latent attention")
 def latent_attention() -> None:
-    agree(2, test_expert_parallel.compare, {"tp": 2}, test_expert_parallel.MLA)
+    agree(2, test_expert_parallel.compare, {"cp": 2}, test_expert_parallel.MLA)
 
 
 def no_scaling() -> str:

@@ -171,8 +171,12 @@ def into_main_grad() -> float:
         with patch_model(ddp, LogprobConfig(fused="require")):
             expected = accumulate()
             assert all(grad.any() for grad in expected.values())
-            model.output_layer.gradient_accumulation_fusion = True
-            return worst(accumulate(), expected)
+            layer = model.output_layer
+            layer.gradient_accumulation_fusion = True
+            layer.weight.grad_added_to_main_grad = False
+            error = worst(accumulate(), expected)
+            assert layer.weight.grad_added_to_main_grad  # not by DDP
+            return error
 
 
 def test_into_main_grad(ranks):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -57,14 +58,18 @@ def plain(model: Any, batch: dict[str, Any]) -> Any:
 def errors(
     first: str, tp: int, wrapping: dict[str, Any], settings: dict[str, Any], case: str = ""
 ) -> dict[str, Any]:
-    """Against the model before it was wrapped; every data-parallel rank has the same batches."""
+    """Against the model before it was wrapped, its gradients averaged over data-parallel ranks."""
     mtp = case == "mtp"
     with megatron(tp=tp) as parallel_state, log_lines() as lines:
         config = tiny_config(tp, sequence_parallel=tp > 1, **({"mtp_num_layers": 1} if mtp else {}))
         model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=case == "tied", mtp=mtp)
         group = parallel_state.get_data_parallel_group()
-        batches = [make_batch(parallel_state, seed=seed) for seed in range(2)]
+        own_seeds = 100 * dist.get_rank(group)
+        batches = [make_batch(parallel_state, seed=own_seeds + i) for i in range(2)]
         expected, expected_grads = train(model, batches, plain)
+        for grad in expected_grads.values():
+            dist.all_reduce(grad, group=group)
+            grad /= group.size()
         logits = None if mtp else model(**batches[0]["inputs"]).detach()
         before = traces(model)
         options = dict(wrapping)

@@ -62,8 +62,10 @@ def build(head: str, tp: int) -> Any:
 def main_grads(
     head: str, how: tuple[str, ...], settings: dict[str, Any], overlap: bool = False
 ) -> dict[str, float]:
-    """How far main_grad of the head's parameters is from the unpatched model's."""
-    tp = torch.distributed.get_world_size()
+    """How far main_grad of the head's parameters is from the unpatched model's; with `overlap` the
+    ranks are data-parallel ones.
+    """
+    tp = 1 if overlap else torch.distributed.get_world_size()
     with megatron(tp=tp) as parallel_state, apex():
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -96,7 +98,8 @@ def main_grads(
         def accumulate() -> dict[str, Tensor]:
             ddp.zero_grad_buffer()
             for seed, kind in enumerate(how):
-                batch = make_batch(parallel_state, seed=seed)
+                own_seeds = 100 * parallel_state.get_data_parallel_rank()
+                batch = make_batch(parallel_state, seed=own_seeds + seed)
                 not_last = overlap and seed + 1 < len(how)
                 with (
                     torch.autocast("cpu", torch.bfloat16, enabled=head in AUTOCAST),
@@ -128,8 +131,9 @@ def test_the_flag_of_a_layer(flag: str) -> None:
 HEADS = ["bridge", "peft", "peft, sequence parallel", "two adapters", *AUTOCAST]
 
 
-def check(head: str, ranks: Any, *how: Any) -> None:
-    for errors in ranks(1 if head in AUTOCAST else 2).run(main_grads, head, *how):
+def check(head: str, ranks: Any, *how: Any, world: int = 0) -> None:
+    world = world or (1 if head in AUTOCAST else 2)
+    for errors in ranks(world).run(main_grads, head, *how):
         # Unpatched, autocast rounds the logits and their gradients to bfloat16.
         assert max(errors.values()) < (1e-2 if head in AUTOCAST else 1e-5), errors
 
@@ -142,7 +146,8 @@ def test_a_layer_s_own_call_in_the_same_step(ranks: Any, head: str, order: Any) 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_with_reductions_that_overlap(ranks: Any, head: str) -> None:
-    check(head, ranks, ("labels", "logits", "labels"), {}, True)
+    """A gradient that comes after its bucket's reduction was started is another rank's no more."""
+    check(head, ranks, ("labels", "logits", "labels"), {}, True, world=2)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -110,7 +110,8 @@ def errors(version: int, case: str, first: str, **config: Any) -> dict[str, floa
         made = tiny_config(calculate_per_token_loss=version == 1, **config)
         model = mm.build_gpt_model(made, vocab_size=VOCAB, tied=case == "tied")
         outer = Wrapper(made, model) if case == "wrapper" else model
-        batches = [make_batch(parallel_state, seed=seed) for seed in range(2)]
+        own_seeds = 100 * torch.distributed.get_rank()  # every rank is a data-parallel one
+        batches = [make_batch(parallel_state, seed=own_seeds + i) for i in range(2)]
         settings = LogprobConfig(
             output="loss" if case == "loss" else "stats",
             fused=True if case == "lazy" else case != "logits" and "require",

@@ -15,6 +15,7 @@ from mcore_logprobs import LogprobConfig, TokenStats, patch_model
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron.schedule_plan import ScheduledStats
 from tests.megatron.common import (
+    MOE,
     SEQ,
     VOCAB,
     loss_of,
@@ -73,13 +74,26 @@ def weighted(output: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return loss, loss.detach().clone()
 
 
+def single_steps(model: Any, batches: list[Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same losses and gradients by the model's own forward, without a schedule."""
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for batch in batches:
+        output = model(**batch["inputs"], labels=batch["labels"])
+        loss, report = weighted(output, batch)
+        (loss / len(batches)).backward()
+        losses.append(report)
+    return losses, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
 def errors(settings: dict[str, Any]) -> dict[str, float]:
-    with megatron() as parallel_state, schedule_on_a_cpu():
-        config = tiny_config()
+    with megatron(ep=2) as parallel_state, schedule_on_a_cpu():
+        config = tiny_config(**MOE)
         model = mm.build_gpt_model(config, vocab_size=VOCAB)
-        config.overlap_moe_expert_parallel_comm = True  # checked against MoE only when made
+        config.overlap_moe_expert_parallel_comm = True  # a config made with it asks for 16 bits
         batches = [make_batch(parallel_state, seed=i) for i in range(3)]
         expected, expected_grads = train_step(config, model, batches, weighted)
+        alone, grads_alone = single_steps(model, batches)
         before = [dict(vars(m)) for m in model.modules()]
         kinds = []
 
@@ -130,7 +144,10 @@ def errors(settings: dict[str, Any]) -> dict[str, float]:
         after = [dict(vars(m)) for m in model.modules()]
         assert [set(d) for d in after] == [set(d) for d in before]
         pairs = zip([*got, *in_one, *apart], [*expected, *expected, *distilled], strict=True)
+        assert set(grads_alone) == set(expected_grads) == set(grads)
         return {
+            "plain": max(relative(e, a) for e, a in zip(expected, alone, strict=True)),
+            "plain grad": worst(expected_grads, grads_alone),
             "loss": max(relative(g, e) for g, e in pairs),
             "grad": worst(grads, expected_grads),
             "policy grad": worst(policy_grads, expected_grads),
@@ -144,7 +161,7 @@ def errors(settings: dict[str, Any]) -> dict[str, float]:
     ids=str,
 )
 def test_combined_1f1b(ranks, settings):
-    assert max(ranks(1).run(errors, settings)[0].values()) < 1e-5
+    assert max(ranks(2).run(errors, settings)[0].values()) < 1e-5
 
 
 IDS = [3, 70, 5]
@@ -152,8 +169,8 @@ IDS = [3, 70, 5]
 
 def beside(policy: bool, topk: bool) -> dict[str, float]:
     """A loss of what `PatchHandle.also` gives, and of a policy loss."""
-    with megatron() as parallel_state, schedule_on_a_cpu():
-        config = tiny_config()
+    with megatron(ep=2) as parallel_state, schedule_on_a_cpu():
+        config = tiny_config(**MOE)
         model = mm.build_gpt_model(config, vocab_size=VOCAB)
         config.overlap_moe_expert_parallel_comm = True
         batches = [make_batch(parallel_state, seed=i) for i in range(2)]
@@ -206,12 +223,12 @@ def beside(policy: bool, topk: bool) -> dict[str, float]:
 @pytest.mark.parametrize("policy", [False, True])
 @pytest.mark.parametrize("topk", [False, True])
 def test_candidates_and_the_top_k_learn(ranks, policy, topk):
-    assert max(ranks(1).run(beside, policy, topk)[0].values()) < 1e-5
+    assert max(ranks(2).run(beside, policy, topk)[0].values()) < 1e-5
 
 
 def mapped() -> None:
-    with megatron() as parallel_state, schedule_on_a_cpu():
-        config = tiny_config()
+    with megatron(ep=2) as parallel_state, schedule_on_a_cpu():
+        config = tiny_config(**MOE)
         model = mm.build_gpt_model(config, vocab_size=VOCAB)
         config.overlap_moe_expert_parallel_comm = True
         batches = [make_batch(parallel_state)]
@@ -237,4 +254,4 @@ def mapped() -> None:
 
 
 def test_a_function_of_the_logits_gives_one_tensor(ranks):
-    ranks(1).run(mapped)
+    ranks(2).run(mapped)
