@@ -174,13 +174,20 @@ def _fused_and_plain(names: list[str]) -> dict[str, list[tuple[Tensor, Tensor]]]
     found = {}
     for name in names:
         loss = FUSED[name]
-        tensors = [torch.randn(12, generator=generator) - 2.0 for _ in loss.tensors]
         options = {"entropy": True, "tp_group": world_group()}
+        stats = linear_token_stats(*leaves, target, **options)
+        tensors = []
+        for of in loss.tensors:  # ratios within the bounds that cut gradients off
+            tensor = torch.randn(12, generator=generator)
+            if of.endswith("logprobs"):
+                tensor = stats.logprobs.detach() + 0.02 * tensor
+            tensors.append(0.02 * tensor if of == "sequence_log_ratio" else tensor)
         fused, _ = linear_policy_loss(
             *leaves, target, loss, *tensors, denominator=5, chunk_size=5, **options
         )
-        stats = linear_token_stats(*leaves, target, **options)
         plain = loss(stats.logprobs, stats.entropy, *tensors).sum() / 5
+        (of_token,) = torch.autograd.grad(plain, stats.logprobs, retain_graph=True)
+        assert (of_token != 0).sum() >= 6, name
         grads = [torch.autograd.grad(x, leaves) for x in (fused, plain)]
         found[name] = [(fused.detach(), plain.detach()), *zip(*grads, strict=True)]
     return found
