@@ -16,9 +16,10 @@ from torch import Tensor
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import patch_gpt_model, unpatch_gpt_model
-from mcore_logprobs.ops.token_stats import TokenStats
+from mcore_logprobs.ops.token_stats import TokenStats, vocab_parallel_logprobs
 from tests.helpers import oracles
 from tests.helpers.covering import every_pair
+from tests.helpers.flops import Flops
 from tests.megatron.common import (
     VOCAB,
     loss_of,
@@ -134,6 +135,52 @@ def test_every_field(ranks, tp, sp, fused):
     for errors in ranks(tp).run(all_outputs, tp, sp, settings):
         assert errors["target_rank"] == 0
         assert max(errors.values()) < 2e-6
+
+
+def settings_that_reach_the_head() -> None:
+    """Those of which the other tests see no more than that they are accepted."""
+    with megatron() as parallel_state:
+        config = tiny_config()
+        model = mm.build_gpt_model(config, vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        inputs, labels = batch["inputs"], batch["labels"]
+        logits = model(**inputs)
+
+        def stats(labels: torch.Tensor = labels, **settings: Any) -> torch.Tensor:
+            with patch_gpt_model(model, LogprobConfig(**settings)):
+                return model(**inputs, labels=labels).logprobs.detach()
+
+        def lazy(**settings: Any) -> torch.Tensor:
+            with patch_gpt_model(model, LogprobConfig(logits="lazy", output="loss", **settings)):
+                return vocab_parallel_logprobs(model(**inputs), labels).detach()
+
+        logp = logits.detach().double().log_softmax(-1)
+        on_target, everywhere = logp.gather(-1, labels[..., None])[..., 0], logp.sum(-1)
+        expected = 0.9 * on_target + 0.1 / (VOCAB - 1) * (everywhere - on_target)
+        for fused in ("require", False):
+            assert relative(stats(label_smoothing=0.1, fused=fused), expected) < 1e-5
+            with pytest.raises(ValueError, match="backend='triton' is unavailable"):
+                stats(backend="triton", fused=fused)
+        with pytest.raises(ValueError, match="backend='triton' is unavailable"):
+            lazy(backend="triton")
+
+        rounded = logits.detach().bfloat16().double().log_softmax(-1)
+        rounded = rounded.gather(-1, labels[..., None])[..., 0]
+        for low in (stats(logits_dtype=torch.bfloat16), lazy(logits_dtype=torch.bfloat16)):
+            assert relative(low, rounded) < 1e-5 < relative(low, on_target)
+
+        few = labels.clone()
+        few[:, ::2] = -100
+        with Flops() as every:
+            stats(few)
+        with Flops() as those_that_count:
+            stats(few, compact=True)
+        spared = 2 * int((few == -100).sum()) * config.hidden_size * VOCAB
+        assert every.total - those_that_count.total == spared
+
+
+def test_settings_reach_the_head(ranks):
+    ranks(1).run(settings_that_reach_the_head)
 
 
 def snapshot(model: Any) -> list[dict[str, Any]]:
