@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -155,14 +155,14 @@ _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 def index_of(value: object) -> int | None:
     """The int of anything with `__index__` but a bool, such as NumPy's integers, or None."""
+    if type(value) is int:  # of lists that may be long
+        return value
     # NumPy's bools have an index before 2.3.
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
         return None
-    if not isinstance(value, SupportsIndex):
-        return None
     try:
-        return operator.index(value)
-    except TypeError:  # a tensor of several elements
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # no integer, or a tensor of several elements
         return None
 
 

@@ -179,7 +179,11 @@ class PrefixTree:
                 f"per_row: expected [m, ...] with m = {self.rows.numel()}, got "
                 f"{tuple(per_row.shape)}"
             )
-        return [per_row[path.to(per_row.device)] for path in self.paths]
+        # One gather: the gradient of each branch's own would be of all rows. The parts may be
+        # written in place, "unsafe" or not: nothing else reads their memory.
+        joined = per_row[torch.cat(self.paths).to(per_row.device)]
+        lengths = [path.numel() for path in self.paths]
+        return list(torch.unsafe_split_with_sizes(joined, lengths))
 
     def sum_of_branches(self, values: Sequence[Tensor]) -> Tensor:
         """A tensor `[length - 1]` a branch -> `[m]`: each token's sum over the branches with it.
@@ -209,9 +213,8 @@ class PrefixTree:
         elif not dtype.is_complex:
             dtype = given = torch.int64  # uint8 cannot either
         total = values[0].new_zeros(self.rows.numel(), dtype=dtype)
-        for path, x in zip(self.paths, values, strict=True):
-            total = total.index_add(0, path.to(x.device), x.to(dtype))
-        return total.to(given)
+        paths = torch.cat(self.paths).to(total.device)
+        return total.index_add(0, paths, torch.cat(list(values)).to(dtype)).to(given)
 
     def attention_mask(self) -> Tensor:
         """bool `[1, 1, n, n]`, True where a token does not attend, as Megatron has it.

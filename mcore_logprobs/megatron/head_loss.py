@@ -99,7 +99,7 @@ class _HeadRequest:
     Attributes:
         labels: in the caller's order; nothing where tokens are drawn.
         options: of a source, of real logits or deferred ones.
-        greedy: where the temperature is 0, in the head's order; None: nowhere.
+        greedy: where the temperature is 0, in the head's order, or everywhere or nowhere.
         sequence_parallel: how a teacher's hidden states lie.
     """
 
@@ -107,7 +107,7 @@ class _HeadRequest:
     tokens: TokenOrder
     labels: Tensor
     options: dict[str, Any]
-    greedy: Tensor | None
+    greedy: Tensor | bool
     sequence_parallel: bool
 
     @classmethod
@@ -125,7 +125,7 @@ class _HeadRequest:
         else:
             parallel, device = getattr(head.base, "sequence_parallel", False), logits.device
         options: dict[str, Any] = {"softcap": config.softcap, "chunk_size": config.chunk_size}
-        greedy = None
+        greedy: Tensor | bool = False
         if call.mapped is None:
             temperature = config.temperature if call.temperature is None else call.temperature
             if draw is not None:
@@ -133,7 +133,7 @@ class _HeadRequest:
                 temperature, greedy = without_zeros(drawn_at, device)
             if isinstance(temperature, Tensor):
                 temperature = tokens.broadcast_to_head(temperature, "temperature")
-            if greedy is not None:
+            if isinstance(greedy, Tensor):
                 greedy = tokens.broadcast_to_head(greedy, "temperature")
             options |= {
                 "backend": config.backend,

@@ -194,7 +194,8 @@ class TokenStats:
         lengths: Tensor | Sequence[int] | None = None,
         seq_dim: int = 1,
     ) -> list[TokenStats]:
-        """One TokenStats for each packed sequence; views, without policy_loss.
+        """One TokenStats for each packed sequence, without policy_loss; views, which torch lets
+        nobody write in place where they have a gradient.
 
         Shape: `[..., T, ...]` with T tokens at seq_dim; item i is `[..., n_i, ...]`.
 
@@ -227,10 +228,19 @@ class TokenStats:
                 f"lengths: expected {len(parts)} lengths of at most {widths}, got {kept}"
             )
 
-        def piece(start: int, n: int) -> TokenStats:
-            return self._per_token_only(lambda x: x.narrow(seq_dim, start, n))
+        # One split of each tensor: the gradient of a slice of one's own would be of all tokens.
+        sizes = [bounds[0]]
+        for n, width in zip(kept, widths, strict=True):
+            sizes += [n, width - n]
+        sizes.append(size - bounds[-1])
+        pieces = {
+            id(x): x.split(sizes, seq_dim)[1:-1:2] for x in pytree.tree_leaves(self._per_token())
+        }
 
-        return [piece(start, n) for (start, _), n in zip(parts, kept, strict=True)]
+        def piece(number: int) -> TokenStats:
+            return self._per_token_only(lambda x: pieces[id(x)][number])
+
+        return [piece(number) for number in range(len(parts))]
 
     def _token_dim(self, seq_dim: int) -> int:
         """A dimension of the tokens from the front: from the end it would be a candidate's k."""

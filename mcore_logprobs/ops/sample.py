@@ -74,18 +74,19 @@ class Sample(Operation[Source]):
     """
 
     filters: Filters
+    noisy: bool = True  # False: every row takes its largest logit
     differentiable = (False, False)
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         if self.filters.off:
-            return _SampleForward(source, tensors)
+            return _SampleForward(source, tensors, self.noisy)
         return _FilteredForward(self.filters, source, tensors)
 
 
 class _SampleForward(Forward):
-    def __init__(self, source: Source, tensors: Tensors) -> None:
+    def __init__(self, source: Source, tensors: Tensors, noisy: bool) -> None:
         self._multiplier = source.processing.multiplier
-        self._stats, self._best = RowStatistics(source, StatsSpec()), _Best(source, tensors)
+        self._stats, self._best = RowStatistics(source, StatsSpec()), _Best(source, tensors, noisy)
 
     def see(self, placed: ChunkAt) -> None:
         self._stats.see(placed)
@@ -146,8 +147,8 @@ class _Best:
         tensors: `Sample`'s.
     """
 
-    def __init__(self, source: Source, tensors: Tensors) -> None:
-        self._source = source
+    def __init__(self, source: Source, tensors: Tensors, noisy: bool = True) -> None:
+        self._source, self._noisy = source, noisy
         self._valid_mask, self._stream, self._greedy = tensors
         # Score, id and logit, float64: ids are exact in it. All -inf: the first id of all.
         self._found = self._stream.new_zeros(3, source.num_rows, dtype=torch.float64)
@@ -160,11 +161,14 @@ class _Best:
         first = shard.start + placed.columns.start
         step = self._source.rows_at_a_time(chunk.valid, _COPIES)
         for rows, _, step_chunk in placed.steps(step):
-            score = gumbel_noise(self._stream[rows], first, chunk.valid)
-            score.masked_fill_(self._greedy[rows].unsqueeze(-1), 0.0)
-            if kept is None:
+            score = None
+            if self._noisy:
+                score = gumbel_noise(self._stream[rows], first, chunk.valid)
+                score.masked_fill_(self._greedy[rows].unsqueeze(-1), 0.0)
+            if score is None or kept is None:
                 x = step_chunk.unscaled()
-                score += _tempered(x, step_chunk.processing.multiplier)
+                tempered = _tempered(x, step_chunk.processing.multiplier)
+                score = tempered if score is None else score.add_(tempered)
             else:
                 x = step_chunk.untempered.processed().to(self._source.acc_dtype)
                 kept.score(score, x, rows, placed.columns.start)
@@ -194,7 +198,7 @@ def sample(
     source: Source,
     *,
     seed: int | Tensor,
-    greedy: Tensor | None = None,
+    greedy: Tensor | bool = False,
     top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
@@ -204,38 +208,40 @@ def sample(
     """`vocab_parallel_sample` of any source.
 
     Args:
-        greedy: bool that broadcasts to the tokens' shape; True: the temperature is 0.
+        greedy: where the temperature is 0, a bool tensor that broadcasts to the tokens' shape;
+            True: everywhere, so that neither noise nor filters can change an id.
         places: `[*lead]` int64, each token's row, on which its noise depends; None: its flat index.
     """
     lead, device = source.batch_shape, source.device
     mask = check_mask(mask, lead, device)
     filters = Filters.of(top_k, top_p, min_p, source.shard)
+    if greedy is True:
+        filters = Filters.of(None, 1.0, 0.0, source.shard)
     if places is None:
         places = torch.arange(lead.numel(), device=device).view(lead)
     stream = streams(check_seed(seed, lead, device), places)
-    taken = torch.zeros(lead, dtype=torch.bool, device=device)
-    if greedy is not None:
-        taken |= greedy
+    taken = torch.zeros(lead, dtype=torch.bool, device=device) | greedy
     source = source.compacted(mask)
     if mask is None:
         mask = torch.ones(lead, dtype=torch.bool, device=device)
     if not filters.off:
         source = source.in_whole_rows()
     with torch.no_grad():
-        ids, logprobs = apply(Sample(filters), source, mask, stream, taken)
+        operation = Sample(filters, noisy=greedy is not True)
+        ids, logprobs = apply(operation, source, mask, stream, taken)
     return ids, logprobs
 
 
 def without_zeros(
     temperature: float | Tensor, device: torch.device
-) -> tuple[float | Tensor, Tensor | None]:
-    """A temperature whose zeros are ones, and where they were; None: nowhere."""
+) -> tuple[float | Tensor, Tensor | bool]:
+    """A temperature whose zeros are ones, and where they were; True everywhere, False nowhere."""
     if isinstance(temperature, Tensor):
         zero = temperature == 0
         return torch.where(zero, torch.ones_like(temperature), temperature), zero.to(device)
     if not isinstance(temperature, bool) and temperature == 0:
-        return 1.0, torch.ones((), dtype=torch.bool, device=device)
-    return temperature, None
+        return 1.0, True
+    return temperature, False
 
 
 @shared_keywords(LogitsKeywords, given_logits)
@@ -271,7 +277,8 @@ def vocab_parallel_sample(
         {shared}
 
     temperature may be 0 here, also per token: then the id is that of the largest logit, the
-    smallest id where several tie, and its logprob 0.
+    smallest id where several tie, and its logprob 0. As a number, 0 costs neither noise nor
+    filters.
 
     A row with NaN or +inf gives the first such id and a logprob of NaN. A row that is -inf
     everywhere gives id 0 and -inf. Noise and scores are float64. Every backend uses torch here.
@@ -337,6 +344,6 @@ def linear_sample(
     return sample(source, seed=seed, greedy=greedy, mask=mask, **filters)  # type: ignore[arg-type]
 
 
-def _split(shared: Any, like: object) -> tuple[float | Tensor, Tensor | None]:
+def _split(shared: Any, like: object) -> tuple[float | Tensor, Tensor | bool]:
     device = like.device if isinstance(like, Tensor) else torch.device("cpu")
     return without_zeros(shared.get("temperature", 1.0), device)
