@@ -387,21 +387,58 @@ def test_self_check_catches_a_conversion_mistake(ranks: Ranks) -> None:
     assert all("self-check failed" in str(error) for error in errors), errors
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), 1.0])
-@pytest.mark.parametrize("place", [0, 1])
-def test_self_check_holds_both_comparisons_to_the_bound(wrong: float, place: int) -> None:
-    measured = [1e-6, 1e-6]
-    measured[place] = wrong
+def _self_check_of(selfcheck: float, difference: float = 1e-6, **apart: float) -> None:
+    """The self-check where the two comparisons measured this."""
     trainer = mock.MagicMock()
-    trainer.config.selfcheck = 1e-3
-    apart = {"logprobs": measured[1], "entropy": 0.0, "target_rank": 0.0}
+    trainer.config.selfcheck = selfcheck
+    apart = {"logprobs": 1e-6, "entropy": 1e-6, "target_rank": 0.0, **apart}
     with (
         mock.patch.object(checks, "on_main"),
-        mock.patch.object(checks, "check_against_transformers", return_value=measured[0]),
+        mock.patch.object(checks, "check_against_transformers", return_value=difference),
         mock.patch.object(checks, "check_against_single_process", return_value=apart),
-        pytest.raises(SetupError, match=re.escape(f"differ by {wrong:.3e} from")),
     ):
         checks.self_check(trainer)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 1.0])
+@pytest.mark.parametrize("place", ["difference", "logprobs", "entropy", "target_rank"])
+def test_self_check_holds_every_figure_to_a_bound(wrong: float, place: str) -> None:
+    text = f"differ by {wrong:.3e} from" if place == "difference" else f"in {place} by {wrong:.3e}"
+    _self_check_of(1e-3)
+    with pytest.raises(SetupError, match=re.escape(text)):
+        _self_check_of(1e-3, **{place: wrong})
+
+
+@pytest.mark.parametrize("place", ["logprobs", "entropy", "target_rank"])
+def test_a_half_precision_bound_is_for_transformers_alone(place: str) -> None:
+    """TP and one process take the same bfloat16 logits, and both compute in float32."""
+    _self_check_of(1.0, difference=0.9)
+    with pytest.raises(SetupError, match=f"differs from one process in {place} by"):
+        _self_check_of(1.0, difference=0.9, **{place: 1.0 if place == "target_rank" else 0.01})
+
+
+def _apart_in_bfloat16() -> dict[str, float]:
+    measured = checks.check_against_single_process
+    found = []
+
+    def keep(*given: Any) -> dict[str, float]:
+        found.append(measured(*given))
+        return found[-1]
+
+    with (
+        _trainer(tp=2, cp=1, dtype="bfloat16") as trainer,
+        mock.patch.object(checks, "check_against_single_process", keep),
+    ):
+        checks.self_check(trainer)
+    return found[0]
+
+
+def test_self_check_in_bfloat16(ranks: Ranks) -> None:
+    """The half-precision model passes; what is measured leaves its bounds ample room."""
+    for apart in ranks(2).run(_apart_in_bfloat16, timeout=280):
+        assert apart["logprobs"] < 1e-5
+        assert apart["entropy"] < 1e-5
+        assert apart["target_rank"] == 0
 
 
 def without_filter(wanted: bool = True) -> AbstractContextManager[Any]:
