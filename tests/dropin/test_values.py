@@ -73,8 +73,9 @@ def run_packed(tp: int, cp: int, d: dict[str, Tensor]) -> dict[str, Any]:
         leaf = part.float().requires_grad_()
         whole = areal.reassemble_cp_packed_logprobs(leaf, cu)
         assert torch.equal(whole, d["target"][0].float())
-        whole.sum().backward()
-        assert torch.equal(leaf.grad, torch.full_like(leaf, cp))
+        upstream = [100.0 * r + torch.arange(BOUNDS[-1]) for r in range(cp)]  # whole numbers: exact
+        whole.backward(upstream[rank])
+        assert torch.equal(leaf.grad, zigzag(sum(upstream)[None], rank, cp, BOUNDS)[0])
         return {"found": found, "grads": grads}
 
 
