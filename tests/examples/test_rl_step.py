@@ -226,6 +226,46 @@ def test_an_objective_around_the_policy_that_sampled(ranks: Ranks) -> None:
     assert half == pytest.approx(2.0 * equal, rel=1e-4)
 
 
+SHIFTS = (0.5, -0.3, -1.5)  # ratios of 0.61, 1.35 and 4.48, which the cap of 2 truncates
+
+
+def _importance_weights() -> tuple[Batch, float, float]:
+    """One update's batch, its loss and the mean weight that is reported, where the engine's
+    log-probabilities are off by SHIFTS, one after another."""
+    sections = {
+        "rollout": {"prompts": 4, "group_size": 4, "importance_cap": 2.0},
+        "grpo": {"micro_batch": 4, "updates": 1},
+    }
+    with _trainer(sections=sections, tp=1, cp=1) as trainer:
+        samples, questions = trainer.roll_out()
+        for i, sample in enumerate(samples):
+            shifts = (SHIFTS[(i + j) % 3] for j in range(len(sample.logprobs)))
+            sample.logprobs = [x + shift for x, shift in zip(sample.logprobs, shifts, strict=True)]
+            sample.reward = float(i % 3 == 0)
+        trainer.roll_out = lambda: (samples, questions)
+        used = []
+        accumulate = trainer.accumulate_gradients
+        trainer.accumulate_gradients = lambda batch: used.append(batch) or accumulate(batch)
+        record = trainer.train_step()[0]
+        return used[0], record.loss, record.importance_weight
+
+
+def test_a_step_s_loss_has_truncated_importance_weights(ranks: Ranks) -> None:
+    batch, loss, reported = ranks(1).run(_importance_weights, timeout=280)[0]
+    weighted = []
+    for i in range(16):
+        row = batch.mask[i]
+        weights = [min(math.exp(-SHIFTS[(i + j) % 3]), 2.0) for j in range(int(row.sum()))]
+        assert batch.weights[i, row].tolist() == pytest.approx(weights, rel=1e-4)
+        weighted += zip(weights, batch.advantages[i, row].tolist(), strict=True)
+    assert reported == pytest.approx(sum(w for w, _ in weighted) / len(weighted), rel=1e-4)
+    # Before the update the policy's own ratio is 1: a token's loss is minus weight x advantage.
+    by_hand = -sum(w * advantage for w, advantage in weighted) / len(weighted)
+    unweighted = -sum(advantage for _, advantage in weighted) / len(weighted)
+    assert abs(by_hand - unweighted) > 0.01
+    assert loss == pytest.approx(by_hand, rel=1e-3)
+
+
 def _resume(out: str) -> list[tuple[Any, Any]]:
     """(what 2 steps give, what 1 and 1 resumed step give), for each thing that must be equal."""
     small = {"rollout": {"prompts": 4, "group_size": 4}, "grpo": {"micro_batch": 16}}
