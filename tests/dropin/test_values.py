@@ -62,16 +62,20 @@ def run_packed(tp: int, cp: int, d: dict[str, Tensor]) -> dict[str, Any]:
         term.backward()
         grads["entropy"] = leaf.grad
         found["mean"] = mean
-        found["mean from hidden"] = skyrl.from_parallel_hidden_to_entropy_packed_sequences(
-            hidden.detach(), weight.detach(), *actions, cp_group, group, temperature=0.7
-        )[0]
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        found["mean from hidden"], term = skyrl.from_parallel_hidden_to_entropy_packed_sequences(
+            *leaves, *actions, cp_group, group, temperature=0.7
+        )
+        term.backward()
+        grads["entropy to hidden"], grads["entropy to weight"] = (leaf.grad for leaf in leaves)
         part = areal.split_packed_seqs_for_context_parallel(d["target"][0], cu)
         assert torch.equal(part, zigzag(d["target"], rank, cp, BOUNDS)[0])
         leaf = part.float().requires_grad_()
         whole = areal.reassemble_cp_packed_logprobs(leaf, cu)
         assert torch.equal(whole, d["target"][0].float())
-        whole.sum().backward()
-        assert torch.equal(leaf.grad, torch.full_like(leaf, cp))
+        upstream = [100.0 * r + torch.arange(BOUNDS[-1]) for r in range(cp)]  # whole numbers: exact
+        whole.backward(upstream[rank])
+        assert torch.equal(leaf.grad, zigzag(sum(upstream)[None], rank, cp, BOUNDS)[0])
         return {"found": found, "grads": grads}
 
 
@@ -120,7 +124,7 @@ def test_packed_sequences(ranks, tp: int, cp: int) -> None:
     action[:, -5:] = d["loss_mask"].double()
     chosen = entropy[place_of.clamp(min=0)] * action * kept
     mean = chosen.sum() / (action * kept).sum()
-    leaf_grad = torch.autograd.grad(mean, logits)[0]
+    leaf_grad, *entropy_grads = torch.autograd.grad(mean, (logits, hidden, weight))
     rows = torch.zeros(2, 19, dtype=torch.float64)
     rows[0, :6], rows[0, 8:17], rows[1, :3] = want[0, :6], want[1, :9], want[2, :3]
     for result in results:
@@ -132,11 +136,13 @@ def test_packed_sequences(ranks, tp: int, cp: int) -> None:
         assert_near(found["mean from hidden"], mean.detach(), 1e-5)
     # A rank's share of hidden's gradient: the TP ranks' add up to all of it.
     grads = [result["grads"] for result in results]
-    by_column = [[g["hidden"] for g in grads[i::tp]] for i in range(tp)]
-    found = sum(spread(parts, 1, cp, hidden.shape, BOUNDS) for parts in by_column)
-    assert_near(found, hidden.grad, 1e-5)
-    found = torch.cat([sum(g["weight"].double() for g in grads[i::tp]) for i in range(tp)])
-    assert_near(found, weight.grad, 1e-5)
+    wanted = {"": (hidden.grad, weight.grad), "entropy to ": entropy_grads}
+    for kind, (want_hidden, want_weight) in wanted.items():
+        by_column = [[g[kind + "hidden"] for g in grads[i::tp]] for i in range(tp)]
+        whole = sum(spread(parts, 1, cp, hidden.shape, BOUNDS) for parts in by_column)
+        assert_near(whole, want_hidden, 1e-5)
+        whole = [sum(g[kind + "weight"].double() for g in grads[i::tp]) for i in range(tp)]
+        assert_near(torch.cat(whole), want_weight, 1e-5)
     shards = [g["entropy"] for g in grads]
     assert_near(spread(shards, tp, cp, (1, total, VOCAB), BOUNDS)[0], leaf_grad, 1e-5)
 

@@ -226,6 +226,46 @@ def test_an_objective_around_the_policy_that_sampled(ranks: Ranks) -> None:
     assert half == pytest.approx(2.0 * equal, rel=1e-4)
 
 
+SHIFTS = (0.5, -0.3, -1.5)  # ratios of 0.61, 1.35 and 4.48, which the cap of 2 truncates
+
+
+def _importance_weights() -> tuple[Batch, float, float]:
+    """One update's batch, its loss and the mean weight that is reported, where the engine's
+    log-probabilities are off by SHIFTS, one after another."""
+    sections = {
+        "rollout": {"prompts": 4, "group_size": 4, "importance_cap": 2.0},
+        "grpo": {"micro_batch": 4, "updates": 1},
+    }
+    with _trainer(sections=sections, tp=1, cp=1) as trainer:
+        samples, questions = trainer.roll_out()
+        for i, sample in enumerate(samples):
+            shifts = (SHIFTS[(i + j) % 3] for j in range(len(sample.logprobs)))
+            sample.logprobs = [x + shift for x, shift in zip(sample.logprobs, shifts, strict=True)]
+            sample.reward = float(i % 3 == 0)
+        trainer.roll_out = lambda: (samples, questions)
+        used = []
+        accumulate = trainer.accumulate_gradients
+        trainer.accumulate_gradients = lambda batch: used.append(batch) or accumulate(batch)
+        record = trainer.train_step()[0]
+        return used[0], record.loss, record.importance_weight
+
+
+def test_a_step_s_loss_has_truncated_importance_weights(ranks: Ranks) -> None:
+    batch, loss, reported = ranks(1).run(_importance_weights, timeout=280)[0]
+    weighted = []
+    for i in range(16):
+        row = batch.mask[i]
+        weights = [min(math.exp(-SHIFTS[(i + j) % 3]), 2.0) for j in range(int(row.sum()))]
+        assert batch.weights[i, row].tolist() == pytest.approx(weights, rel=1e-4)
+        weighted += zip(weights, batch.advantages[i, row].tolist(), strict=True)
+    assert reported == pytest.approx(sum(w for w, _ in weighted) / len(weighted), rel=1e-4)
+    # Before the update the policy's own ratio is 1: a token's loss is minus weight x advantage.
+    by_hand = -sum(w * advantage for w, advantage in weighted) / len(weighted)
+    unweighted = -sum(advantage for _, advantage in weighted) / len(weighted)
+    assert abs(by_hand - unweighted) > 0.01
+    assert loss == pytest.approx(by_hand, rel=1e-3)
+
+
 def _resume(out: str) -> list[tuple[Any, Any]]:
     """(what 2 steps give, what 1 and 1 resumed step give), for each thing that must be equal."""
     small = {"rollout": {"prompts": 4, "group_size": 4}, "grpo": {"micro_batch": 16}}
@@ -387,21 +427,58 @@ def test_self_check_catches_a_conversion_mistake(ranks: Ranks) -> None:
     assert all("self-check failed" in str(error) for error in errors), errors
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), 1.0])
-@pytest.mark.parametrize("place", [0, 1])
-def test_self_check_holds_both_comparisons_to_the_bound(wrong: float, place: int) -> None:
-    measured = [1e-6, 1e-6]
-    measured[place] = wrong
+def _self_check_of(selfcheck: float, difference: float = 1e-6, **apart: float) -> None:
+    """The self-check where the two comparisons measured this."""
     trainer = mock.MagicMock()
-    trainer.config.selfcheck = 1e-3
-    apart = {"logprobs": measured[1], "entropy": 0.0, "target_rank": 0.0}
+    trainer.config.selfcheck = selfcheck
+    apart = {"logprobs": 1e-6, "entropy": 1e-6, "target_rank": 0.0, **apart}
     with (
         mock.patch.object(checks, "on_main"),
-        mock.patch.object(checks, "check_against_transformers", return_value=measured[0]),
+        mock.patch.object(checks, "check_against_transformers", return_value=difference),
         mock.patch.object(checks, "check_against_single_process", return_value=apart),
-        pytest.raises(SetupError, match=re.escape(f"differ by {wrong:.3e} from")),
     ):
         checks.self_check(trainer)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 1.0])
+@pytest.mark.parametrize("place", ["difference", "logprobs", "entropy", "target_rank"])
+def test_self_check_holds_every_figure_to_a_bound(wrong: float, place: str) -> None:
+    text = f"differ by {wrong:.3e} from" if place == "difference" else f"in {place} by {wrong:.3e}"
+    _self_check_of(1e-3)
+    with pytest.raises(SetupError, match=re.escape(text)):
+        _self_check_of(1e-3, **{place: wrong})
+
+
+@pytest.mark.parametrize("place", ["logprobs", "entropy", "target_rank"])
+def test_a_half_precision_bound_is_for_transformers_alone(place: str) -> None:
+    """TP and one process take the same bfloat16 logits, and both compute in float32."""
+    _self_check_of(1.0, difference=0.9)
+    with pytest.raises(SetupError, match=f"differs from one process in {place} by"):
+        _self_check_of(1.0, difference=0.9, **{place: 1.0 if place == "target_rank" else 0.01})
+
+
+def _apart_in_bfloat16() -> dict[str, float]:
+    measured = checks.check_against_single_process
+    found = []
+
+    def keep(*given: Any) -> dict[str, float]:
+        found.append(measured(*given))
+        return found[-1]
+
+    with (
+        _trainer(tp=2, cp=1, dtype="bfloat16") as trainer,
+        mock.patch.object(checks, "check_against_single_process", keep),
+    ):
+        checks.self_check(trainer)
+    return found[0]
+
+
+def test_self_check_in_bfloat16(ranks: Ranks) -> None:
+    """The half-precision model passes; what is measured leaves its bounds ample room."""
+    for apart in ranks(2).run(_apart_in_bfloat16, timeout=280):
+        assert apart["logprobs"] < 1e-5
+        assert apart["entropy"] < 1e-5
+        assert apart["target_rank"] == 0
 
 
 def without_filter(wanted: bool = True) -> AbstractContextManager[Any]:
