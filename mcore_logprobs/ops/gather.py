@@ -305,9 +305,9 @@ def linear_gather(
         {shared}
 
     Cost: with log_softmax that of `linear_token_stats`. Without it no GEMM: a dot product per id in
-    the forward, and two in the backward. On CUDA these add to dWeight and dHidden by atomics, so
-    gradients differ in their last bits from run to run, unless
-    `torch.use_deterministic_algorithms` is on.
+    the forward, and two in the backward. On a CPU that costs more than log_softmax=True from about
+    V/64 ids per row on. On CUDA these add to dWeight and dHidden by atomics, so gradients differ in
+    their last bits from run to run, unless `torch.use_deterministic_algorithms` is on.
 
     Collectives: forward an all-reduce of `[n k]` over TP; with log_softmax an all-gather of
     `[3 + k, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.
