@@ -106,5 +106,6 @@ def check_against_single_process(trainer: Any, batch: Batch) -> dict[str, float]
     worst = torch.zeros(3, device=layout.device)
     for found in trainer.run(trainer.policy, batch, measure, labels=False):
         worst = torch.maximum(worst, found)
+    worst.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # gloo's maximum may leave a rank's NaN out
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return dict(zip(names, from_last_stage(worst, layout).tolist(), strict=True))
