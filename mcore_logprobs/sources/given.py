@@ -135,8 +135,10 @@ class GivenLogits:
             self._views = self.views_of(logits, options.unjoined)
         # As of `[s, b]` that lies in memory as `[b, s]`, s views of b rows, or of short sequences
         # without their last tokens.
-        of_copy, views = self.rows_at_a_time(self.shard.width), len(self._views)
-        self.copies_rows = views > 1 and of_copy * views >= _MANY_VIEWS * self.num_rows
+        views = len(self._views)
+        self.copies_rows = views > 1 and (
+            self.rows_at_a_time(self.shard.width) * views >= _MANY_VIEWS * self.num_rows
+        )
 
     # ---- the order of rows ----
 
