@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
+from torch import nn
+
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.adapters import is_adapter
 from mcore_logprobs.megatron.head_patch import patch_of
@@ -85,7 +87,7 @@ def _watch(name: str, module: object) -> None:
     original = owner.__init__
 
     @functools.wraps(original)
-    def init(self: Any, *args: object, **kwargs: object) -> None:
+    def init(self: nn.Module, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         if before_call not in self._forward_pre_hooks.values():
             self.register_forward_pre_hook(before_call)

@@ -124,10 +124,10 @@ class _TileCut:
     cut: Cut
     opts: FilterOptions
 
-    def score(self, score: Tensor, x: Tensor, rows: slice, first: int) -> Tensor:
-        """Noise plus the tempered logit, -inf where a filter drops it; x before temperature."""
+    def tempered(self, x: Tensor, rows: slice, first: int) -> Tensor:
+        """Logits over the temperature, -inf where a filter drops them; x before it."""
         of_cut = slice(rows.start - self.start, rows.stop - self.start)
-        score += _tempered(x, per_row(self.opts.multiplier, of_cut))
+        score = _tempered(x, per_row(self.opts.multiplier, of_cut))
         limit, last = self.cut.limit[of_cut].unsqueeze(-1), self.cut.last[of_cut].unsqueeze(-1)
         return score.masked_fill_(~kept_columns(x, limit, last, first, self.opts), -torch.inf)
 
@@ -161,17 +161,18 @@ class _Best:
         first = shard.start + placed.columns.start
         step = self._source.rows_at_a_time(chunk.valid, _COPIES)
         for rows, _, step_chunk in placed.steps(step):
-            score = None
+            noise = None
             if self._noisy:
-                score = gumbel_noise(self._stream[rows], first, chunk.valid)
-                score.masked_fill_(self._greedy[rows].unsqueeze(-1), 0.0)
-            if score is None or kept is None:
+                noise = gumbel_noise(self._stream[rows], first, chunk.valid)
+                noise.masked_fill_(self._greedy[rows].unsqueeze(-1), 0.0)
+            if kept is None:
                 x = step_chunk.unscaled()
-                tempered = _tempered(x, step_chunk.processing.multiplier)
-                score = tempered if score is None else score.add_(tempered)
+                score = _tempered(x, step_chunk.processing.multiplier)
             else:
                 x = step_chunk.untempered.processed().to(self._source.acc_dtype)
-                kept.score(score, x, rows, placed.columns.start)
+                score = kept.tempered(x, rows, placed.columns.start)
+            if noise is not None:
+                score += noise
             # A row with NaN or +inf has no distribution: the first of them, whose logprob is NaN.
             score.masked_fill_(~(x < torch.inf), torch.inf)
             largest, column = score.max(-1)

@@ -84,8 +84,9 @@ class PairSource:
         elif teacher.recomputed:
             blocks = [slice(0, width)]
             if isinstance(teacher, HeadLogits):  # whose blocks are of true vocabulary
-                padding = range(self.shard.valid_width, width)
-                blocks = teacher.blocks + [slice(padding.start, padding.stop)] * bool(padding)
+                blocks = list(teacher.blocks)
+                if (valid_width := self.shard.valid_width) < width:
+                    blocks.append(slice(valid_width, width))
             for other in teacher.tiles():
                 of_teacher = partial(self._block, other)
                 yield self._of_given(student, other.rows, blocks, of_teacher)

@@ -185,7 +185,7 @@ def _transformers_tensors(slot: Slot) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_go_to_shards_and_back(name: str) -> None:
-    """That Megatron computes the same with them, the self-check of test_rl_step.py finds."""
+    """That Megatron computes the same with them, the self-check of test_self_check.py finds."""
     slot = slot_of(name, layer_offset=2)
     tensors = _transformers_tensors(slot)
     for tp in (1, 2, 3, 6):

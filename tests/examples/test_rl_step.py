@@ -5,68 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import rl_step
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401 (once, for the ranks too)
 import yaml
 from rl import checkpoint, checks, optim
-from rl.config import OF_THE_SAMPLER, RunConfig, SetupError, load_config, override, validate
-from rl.data import IGNORE, Batch, group_advantages
-from rl.layout import Layout, on_main
+from rl.config import OF_THE_SAMPLER, RunConfig, SetupError, load_config
+from rl.data import Batch, group_advantages
+from rl.layout import on_main
 from rl.optim import global_grad_norm
 from rl.report import run_steps
 from rl.rollout import Sample
-from rl_step import GrpoTrainer
 
-from mcore_logprobs.cpu_megatron.models import destroy_model_parallel
-from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 from mcore_logprobs.cpu_megatron.training import cpu_devices
 from mcore_logprobs.losses import OBJECTIVES
-from tests.helpers.distributed import RankError, RankPool, get_pool
-from tests.helpers.documents import ROOT
-
-TINY = ROOT / "configs" / "tiny-cpu.yaml"
-SMOLLM2 = ROOT / "configs" / "smollm2-cpu.yaml"
-Ranks = Callable[[int], RankPool]
-
-
-@contextmanager
-def _trainer(
-    path: Path = TINY, *, sections: dict[str, dict[str, Any]] | None = None, **given: Any
-) -> Iterator[Any]:
-    """A Trainer inside a rank; `given` is what the command line can give."""
-    config = override(load_config(path), **given)
-    # vLLM has a file of its own, test_vllm.py.
-    rollout = dataclasses.replace(config.rollout, engine="transformers")
-    config = dataclasses.replace(config, rollout=rollout)
-    for name, values in (sections or {}).items():
-        section = getattr(config, name)
-        section = (
-            {**section, **values}
-            if isinstance(section, dict)
-            else dataclasses.replace(section, **values)
-        )
-        config = dataclasses.replace(config, **{name: section})
-    validate(config, torch.distributed.get_world_size())
-    with cpu_runtime():
-        try:
-            yield GrpoTrainer(config, Layout(config), say=lambda text: None)
-        finally:
-            destroy_model_parallel()
+from tests.examples.common import TINY, Ranks, trainer_of
+from tests.helpers.distributed import RankError, get_pool
 
 
 def _learn(out: str, sections: dict, given: dict) -> list[float]:
-    with _trainer(sections=sections, output_dir=out, **given) as trainer:
+    with trainer_of(sections=sections, output_dir=out, **given) as trainer:
         checks.self_check(trainer)
         return [record.reward for record in run_steps(trainer)]
 
@@ -112,7 +75,7 @@ def _one_update(layout: dict[str, int], sequence_parallel: bool) -> dict[str, An
         "grpo": {"micro_batch": 4, "kl_coef": 0.1},
         "model": {"random": llama},
     }
-    with _trainer(sections=sections, **layout) as trainer:
+    with trainer_of(sections=sections, **layout) as trainer:
         checks.self_check(trainer)
         torch.manual_seed(5)  # the sampler's, on rank 0
         samples, _ = on_main(trainer.roll_out)
@@ -169,7 +132,7 @@ def one_rank() -> dict:
 
 
 def _three_steps(file: str, tp: int, cp: int) -> list[dict[str, float]]:
-    with _trainer(Path(file), tp=tp, cp=cp) as trainer:
+    with trainer_of(Path(file), tp=tp, cp=cp) as trainer:
         return [dataclasses.asdict(trainer.train_step()[0]) for _ in range(3)]
 
 
@@ -197,7 +160,7 @@ def _entropy_term(coef: float) -> dict[str, float]:
         "rollout": {"prompts": 4, "group_size": 4},
         "grpo": {"micro_batch": 16, "updates": 1, "settings": {"entropy_coef": coef}},
     }
-    with _trainer(sections=sections, tp=1, cp=1) as trainer:
+    with trainer_of(sections=sections, tp=1, cp=1) as trainer:
         return dataclasses.asdict(trainer.train_step()[0])
 
 
@@ -212,7 +175,7 @@ def _ratio_to_the_engine(shift: float) -> float:
     """The gradient's norm where the engine's log-probabilities are off by this."""
     grpo = {"objective": "IPOLoss", "settings": {"threshold": 1.0, "kl_coef": 0.0}, "updates": 1}
     sections = {"rollout": {"prompts": 4, "group_size": 4}, "grpo": {"micro_batch": 16, **grpo}}
-    with _trainer(sections=sections, tp=1, cp=1) as trainer:
+    with trainer_of(sections=sections, tp=1, cp=1) as trainer:
         samples, questions = trainer.roll_out()
         for sample in samples:
             sample.logprobs = [logprob + shift for logprob in sample.logprobs]
@@ -236,7 +199,7 @@ def _importance_weights() -> tuple[Batch, float, float]:
         "rollout": {"prompts": 4, "group_size": 4, "importance_cap": 2.0},
         "grpo": {"micro_batch": 4, "updates": 1},
     }
-    with _trainer(sections=sections, tp=1, cp=1) as trainer:
+    with trainer_of(sections=sections, tp=1, cp=1) as trainer:
         samples, questions = trainer.roll_out()
         for i, sample in enumerate(samples):
             shifts = (SHIFTS[(i + j) % 3] for j in range(len(sample.logprobs)))
@@ -278,10 +241,10 @@ def _resume(out: str) -> list[tuple[Any, Any]]:
         return kept, weights, trainer.optimizer.state_dict()["state"]
 
     given = {"tp": 2, "cp": 1, "steps": 2}
-    with _trainer(sections=small, output_dir=out + "/whole", save_every=1, **given) as trainer:
+    with trainer_of(sections=small, output_dir=out + "/whole", save_every=1, **given) as trainer:
         straight = results(trainer)
     torch.manual_seed(99)  # what the checkpoint must put right
-    with _trainer(sections=small, output_dir=out + "/resumed", **given) as trainer:
+    with trainer_of(sections=small, output_dir=out + "/resumed", **given) as trainer:
         trainer.resume(Path(out) / "whole" / "tiny-cpu" / "checkpoints" / "step_1")
         assert trainer.step == 1
         resumed = results(trainer)
@@ -314,7 +277,7 @@ def _updates(out: str, device: str) -> list[tuple[float, float]]:
     with (
         cpu_devices(),
         mock.patch.object(rl_step, "make_optimizer", make_optimizer),
-        _trainer(sections=small, **given) as trainer,
+        trainer_of(sections=small, **given) as trainer,
     ):
         return [(record.loss, record.grad_norm) for record in run_steps(trainer)]
 
@@ -329,7 +292,7 @@ def test_the_optimizer_of_a_gpu_takes_the_same_steps(ranks: Ranks, tmp_path: Pat
 
 
 def _save(out: str) -> None:
-    with _trainer(tp=2, cp=1) as trainer:
+    with trainer_of(tp=2, cp=1) as trainer:
         checkpoint.save(Path(out), trainer)
 
 
@@ -345,7 +308,7 @@ class _Runs:
 
 def _build(case: tuple[dict, dict, Path | None]) -> None:
     sections, given, saved = case
-    with _trainer(sections=sections, **{"tp": 2, "cp": 1, **given}) as trainer:
+    with trainer_of(sections=sections, **{"tp": 2, "cp": 1, **given}) as trainer:
         if saved is not None:
             trainer.resume(saved)
 
@@ -387,153 +350,8 @@ def test_mistakes_are_told_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     assert not traces.exists()
 
 
-def _real_weights(sections: dict) -> tuple[float, dict[str, float]]:
-    with _trainer(SMOLLM2, sections=sections) as trainer:
-
-        def texts() -> list[Sample]:
-            encode, shots = trainer.engine.tokenizer.encode_prompt, trainer.task.shots
-            prompts = [encode(trainer.task.problem(i).question, shots) for i in range(2)]
-            return [Sample(p, len(p), [], 0) for p in prompts]
-
-        batch = trainer.batch(on_main(texts), all_tokens=True)
-        return (
-            checks.check_against_transformers(trainer, batch),
-            checks.check_against_single_process(trainer, batch),
-        )
-
-
-@pytest.mark.night
-def test_real_weights_against_transformers(ranks: Ranks) -> None:
-    """SmolLM2-135M at TP 3: Megatron's log-probabilities are transformers' own."""
-    sections = {"rollout": {"prompts": 1, "group_size": 2}, "grpo": {"micro_batch": 2}}
-    for against_engine, against_one in ranks(3).run(_real_weights, sections, timeout=280):
-        assert against_engine < 2e-4
-        assert against_one["logprobs"] < 1e-5
-        assert against_one["entropy"] < 1e-5
-        assert against_one["target_rank"] == 0
-
-
-def _wrong_weights() -> None:
-    """A conversion mistake: gate and up exchanged in one layer of one rank."""
-    with _trainer(tp=2, cp=1) as trainer, torch.no_grad():
-        if trainer.layout.rank == 1:
-            fc1 = trainer.policy.gpt_model.decoder.layers[0].mlp.linear_fc1.weight
-            fc1.copy_(torch.cat(fc1.chunk(2)[::-1]))
-        checks.self_check(trainer)
-
-
-def test_self_check_catches_a_conversion_mistake(ranks: Ranks) -> None:
-    errors = ranks(2).run_expecting_errors(_wrong_weights, timeout=280)
-    assert all("self-check failed" in str(error) for error in errors), errors
-
-
-def _self_check_of(selfcheck: float, difference: float = 1e-6, **apart: float) -> None:
-    """The self-check where the two comparisons measured this."""
-    trainer = mock.MagicMock()
-    trainer.config.selfcheck = selfcheck
-    apart = {"logprobs": 1e-6, "entropy": 1e-6, "target_rank": 0.0, **apart}
-    with (
-        mock.patch.object(checks, "on_main"),
-        mock.patch.object(checks, "check_against_transformers", return_value=difference),
-        mock.patch.object(checks, "check_against_single_process", return_value=apart),
-    ):
-        checks.self_check(trainer)
-
-
-@pytest.mark.parametrize("wrong", [float("nan"), 1.0])
-@pytest.mark.parametrize("place", ["difference", "logprobs", "entropy", "target_rank"])
-def test_self_check_holds_every_figure_to_a_bound(wrong: float, place: str) -> None:
-    text = f"differ by {wrong:.3e} from" if place == "difference" else f"in {place} by {wrong:.3e}"
-    _self_check_of(1e-3)
-    with pytest.raises(SetupError, match=re.escape(text)):
-        _self_check_of(1e-3, **{place: wrong})
-
-
-@pytest.mark.parametrize("place", ["logprobs", "entropy", "target_rank"])
-def test_a_half_precision_bound_is_for_transformers_alone(place: str) -> None:
-    """TP and one process take the same bfloat16 logits, and both compute in float32."""
-    _self_check_of(1.0, difference=0.9)
-    with pytest.raises(SetupError, match=f"differs from one process in {place} by"):
-        _self_check_of(1.0, difference=0.9, **{place: 1.0 if place == "target_rank" else 0.01})
-
-
-def _apart_in_bfloat16() -> dict[str, float]:
-    measured = checks.check_against_single_process
-    found = []
-
-    def keep(*given: Any) -> dict[str, float]:
-        found.append(measured(*given))
-        return found[-1]
-
-    with (
-        _trainer(tp=2, cp=1, dtype="bfloat16") as trainer,
-        mock.patch.object(checks, "check_against_single_process", keep),
-    ):
-        checks.self_check(trainer)
-    return found[0]
-
-
-def test_self_check_in_bfloat16(ranks: Ranks) -> None:
-    """The half-precision model passes; what is measured leaves its bounds ample room."""
-    for apart in ranks(2).run(_apart_in_bfloat16, timeout=280):
-        assert apart["logprobs"] < 1e-5
-        assert apart["entropy"] < 1e-5
-        assert apart["target_rank"] == 0
-
-
-def without_filter(wanted: bool = True) -> AbstractContextManager[Any]:
-    """The trainer's own log-probabilities are over the whole vocabulary, whatever was sampled."""
-    if not wanted:
-        return nullcontext()
-    whole = {"top_p": 1.0, "min_p": 0.0}
-    patch = rl_step.patch_model
-    return mock.patch.object(
-        rl_step,
-        "patch_model",
-        lambda model, config: patch(model, dataclasses.replace(config, **whole)),
-    )
-
-
-def _filtered_steps(
-    kept_tokens: str, kl_coef: float, steps: int, ignore: bool = False, **filters: float
-) -> list[dict[str, Any]]:
-    """Steps under a filter with transformers, whose record of kept ids is replayed or not."""
-    sections = {
-        "rollout": {
-            "prompts": 4,
-            "group_size": 4,
-            "temperature": 0.8,
-            **filters,
-            "kept_tokens": kept_tokens,
-            "importance_cap": 2.0,
-        },
-        # One update: after it the trainer's own filter moves with the weights, the record does not.
-        "grpo": {"micro_batch": 8, "updates": 1, "kl_coef": kl_coef},
-    }
-    with _trainer(sections=sections, tp=2, cp=2) as trainer, without_filter(ignore):
-        records = [trainer.train_step()[0] for _ in range(steps)]
-    return [dataclasses.asdict(r) for r in records]
-
-
-def _moving_filter() -> list[dict[str, Any]]:
-    sections = {
-        "rollout": {"prompts": 8, "group_size": 4, "temperature": 0.7, "top_p": 0.6},
-        "grpo": {"micro_batch": 4, "updates": 3, "objective": "DROLoss"},
-        "optimizer": {"lr": 0.01},
-    }
-    with _trainer(sections=sections, tp=1, cp=1) as trainer:
-        return [dataclasses.asdict(trainer.train_step()[0]) for _ in range(3)]
-
-
-def test_tokens_that_an_update_makes_impossible(ranks: Ranks) -> None:
-    """The trainer's own filter moves with its weights, and the later updates leave them out."""
-    for record in ranks(1).run(_moving_filter)[0]:
-        assert math.isfinite(record["loss"])
-        assert math.isfinite(record["grad_norm"])
-
-
 def _none_left() -> None:
-    with _trainer(sections=SHORT, tp=1, cp=1) as trainer:
+    with trainer_of(sections=SHORT, tp=1, cp=1) as trainer:
         made = trainer.batch
 
         def batch(samples: list[Sample]) -> Any:
@@ -554,7 +372,7 @@ def _engine_s_calls(out: str) -> list[str]:
     task = {**SHORT["task"], "eval_questions": 2, "eval_every": 1}
     given = {"output_dir": out, "tp": 1, "cp": 1, "steps": 2}
     calls: list[str] = []
-    with _trainer(sections=SHORT | {"task": task}, **given) as trainer:
+    with trainer_of(sections=SHORT | {"task": task}, **given) as trainer:
         for name in ("generate", "sleep", "sync"):
 
             def traced(*args: Any, name: str = name, **kwargs: Any) -> Any:
@@ -569,59 +387,3 @@ def _engine_s_calls(out: str) -> list[str]:
 def test_an_engine_that_sleeps_gets_weights_before_it_answers(ranks: Ranks, tmp_path: Path) -> None:
     step = ["generate", "sleep", "sync", "generate"]  # the last one evaluates
     assert ranks(1).run(_engine_s_calls, str(tmp_path))[0] == ["generate", *step, *step]
-
-
-@pytest.mark.parametrize("impossible", [True, False])
-def test_a_token_outside_of_the_filter_is_not_clipped(impossible: bool) -> None:
-    """It has the label IGNORE and the log-probability 0, whatever the old policy gave it."""
-    z = torch.zeros(1, 4)
-    old = torch.tensor([[-1.0, -1.0, -1.0, -torch.inf if impossible else -1.0]])
-    labels = torch.tensor([[3, 4, 5, IGNORE]])
-    micro = Batch(
-        tokens=z.long(),
-        labels=labels,
-        advantages=z + 0.5,
-        rollout_logprobs=z - 1,
-        old_logprobs=old,
-        ref_logprobs=z - 1,
-        weights=z + 1,
-    )
-    new = torch.tensor([[-1.0, -1.0, -0.5, 0.0]])  # one ratio is e^0.5
-    stats = SimpleNamespace(logprobs=new, policy_loss=torch.tensor(0.0))
-    grpo = SimpleNamespace(clip_low=0.2, clip_high=0.28)
-    own = SimpleNamespace(config=SimpleNamespace(grpo=grpo))
-    _, _, sums = GrpoTrainer.loss_of_micro_batch(own, micro, stats)  # type: ignore[arg-type]
-    assert sums.tolist() == [0.0, 1.0, 3.0]
-
-
-def test_steps_under_top_p(ranks: Ranks) -> None:
-    """The trainer's filter is the sampler's; with the sampler's own record nothing changes."""
-    pool = ranks(4)
-    own, replayed, with_kl = (
-        pool.run(_filtered_steps, *given, top_p=0.8, timeout=280)[0]
-        for given in (("trainer", 0.0, 1), ("engine", 0.0, 1), ("engine", 0.05, 2))
-    )
-    # The reference is replayed too: its distribution is over the same tokens.
-    assert [record["kl_reference"] > 1e-6 for record in with_kl] == [False, True]
-    for record in (*own, *replayed, *with_kl):
-        assert record["rollout_diff_max"] < 1e-4
-        assert record["outside_filter"] == 0
-        assert record["importance_weight"] == pytest.approx(1, abs=1e-4)
-    for a, b in zip(own, replayed, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-        assert a["grad_norm"] > 1e-3
-
-
-def test_steps_under_min_p(ranks: Ranks) -> None:
-    """The trainer's min-p is transformers', and with its top-p the record has both."""
-    pool = ranks(4)
-    for kept_tokens, filters in (("trainer", {}), ("engine", {"top_p": 0.8})):
-        given = (kept_tokens, 0.0, 1)
-        (record,) = pool.run(_filtered_steps, *given, min_p=0.3, **filters, timeout=280)[0]
-        assert record["rollout_diff_max"] < 1e-4
-        assert record["outside_filter"] == 0
-        assert record["grad_norm"] > 1e-3
-    # And it does take tokens away: a trainer without it is far off.
-    (record,) = pool.run(_filtered_steps, "trainer", 0.0, 1, True, min_p=0.3, timeout=280)[0]
-    assert record["rollout_diff_max"] > 0.05

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.test_rl_step import _trainer, without_filter
+from tests.examples.common import trainer_of, without_filter
 from tests.helpers.distributed import RankPool
 
 pytestmark = [
@@ -68,11 +68,11 @@ def _steps(out: str) -> Any:
     from rl.report import run_steps
 
     given = {"tp": 2, "cp": 1, "steps": 2, "save_every": 1}
-    with _trainer(sections=_sections(), output_dir=out + "/a", **given) as trainer:
+    with trainer_of(sections=_sections(), output_dir=out + "/a", **given) as trainer:
         self_check(trainer)
         straight = [dataclasses.asdict(r) for r in run_steps(trainer)]
         on_main(lambda: trainer.engine.close() if trainer.engine else None)
-    with _trainer(sections=_sections(), output_dir=out + "/b", **given) as trainer:
+    with trainer_of(sections=_sections(), output_dir=out + "/b", **given) as trainer:
         trainer.resume(Path(out) / "a" / "tiny-cpu" / "checkpoints" / "step_1")
         resumed = [dataclasses.asdict(r) for r in run_steps(trainer)]
         # The engine now dies in the middle of a run, on every rank an error that says so.
@@ -115,7 +115,7 @@ def _hang(out: str) -> tuple[str, float]:
     from rl.layout import on_main
 
     sections = _sections(kept_tokens="engine")
-    with _trainer(sections=sections, output_dir=out, tp=2, cp=1) as trainer:
+    with trainer_of(sections=sections, output_dir=out, tp=2, cp=1) as trainer:
         record, _, _ = trainer.train_step()
         assert record.rollout_diff_max < 1e-3
         assert record.outside_filter == 0
@@ -134,7 +134,7 @@ def _min_p(
     out: str, kept_tokens: str, filters: dict[str, float], ignore: bool = False
 ) -> tuple[float, float, float]:
     sections = _sections(kept_tokens=kept_tokens, **filters)
-    trained = _trainer(sections=sections, output_dir=out, tp=2, cp=1)
+    trained = trainer_of(sections=sections, output_dir=out, tp=2, cp=1)
     with trained as trainer, without_filter(ignore):
         record, _, _ = trainer.train_step()
         return record.rollout_diff_max, record.outside_filter, record.grad_norm
