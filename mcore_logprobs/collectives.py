@@ -334,6 +334,16 @@ class _Last(torch.autograd.Function):
         )
 
 
+def saved_tensors_hooks() -> object:
+    """The innermost of those that pack what autograd saves now, or None.
+
+    Checkpoints and offloading do, each with hooks of its own. A torch that does not tell (2.7 and
+    before) gives an object that equals no other.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return object() if top is None else top(False)
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:

@@ -14,7 +14,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mcore_logprobs import checks
-from mcore_logprobs.sources.lazy_rows import saved_tensors_hooks
+from mcore_logprobs.collectives import saved_tensors_hooks
 
 # name: (accepted, refused)
 VALUES: dict[str, tuple[list, list]] = {

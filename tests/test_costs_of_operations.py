@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mcore_logprobs.kernels import budgets
 from tests.engine import run
@@ -207,3 +208,22 @@ def test_products_are_of_the_rows_that_count(name: str, how: str) -> None:
         one = 2 * rows * WIDTH * problem.columns
         expected = [round(one * products) for products in products_of(case)]
         assert [flops.total for flops, _ in counted(case, Flops)] == expected, case
+
+
+@pytest.mark.parametrize("name", [name for name, source in CALLS if source == "hidden"])
+def test_a_checkpoint_computes_the_forward_once_more(name: str) -> None:
+    """However many tiles it has: what the forward differentiates itself is none of its concern."""
+    (case, *_) = cases_of(name, "hidden", lead=f"[{COUNT}]", h=WIDTH, chunk_size=7)
+    (forward, _), (backward, _) = counted(case, Flops)
+    mine = run.place(case, Problem(case))
+
+    def call(*head: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(case.operation("hidden", head, mine.side, mine.keywords).values())
+
+    with Flops() as both:
+        results = checkpoint(call, *mine.head, use_reentrant=False)
+        learning = [x for x in results if x.requires_grad]
+        if learning:
+            torch.autograd.backward(learning, [torch.ones_like(x) for x in learning])
+    again = forward.total if learning else 0
+    assert both.total == forward.total + again + backward.total

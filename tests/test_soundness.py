@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -196,6 +197,41 @@ def test_logits_are_computed_again_from_operands_that_lie_as_they_did(
         found.append(torch.autograd.grad(roots, list(mine.leaves.values()), incoming))
     for grads in found[1:]:
         assert all(map(torch.equal, grads, found[0]))
+
+
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "linear_policy_loss": lambda fn, hidden, weight, size: ml.linear_policy_loss(
+        hidden, weight, torch.arange(len(hidden)), lambda logprobs, _: fn(logprobs), chunk_size=size
+    ),
+    "linear_map": lambda fn, hidden, weight, size: ml.linear_map(
+        hidden, weight, lambda z: fn(z).sum(-1), chunk_size=size
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_hooks_see_nothing_of_a_graph_that_ends_within_the_call(name: str) -> None:
+    """They may be a checkpoint's, or move what they see to the host."""
+    hidden, weight = torch.randn(12, 4, requires_grad=True), torch.randn(24, 4)
+    seen: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+        FUNCTIONS[name](lambda x: x.exp().tanh().square(), hidden, weight, 12)
+        once = len(seen)
+        FUNCTIONS[name](lambda x: x.exp().tanh().square(), hidden, weight, 3)
+    assert len(seen) == 2 * once
+    assert all(x.numel() in (0, hidden.numel(), weight.numel(), 12) for x in seen)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_loss_that_changes_what_its_gradient_needs_raises(hooks: bool) -> None:
+    def loss(logprobs: torch.Tensor) -> torch.Tensor:
+        ratio = logprobs.exp()
+        return logprobs - ratio.mul_(2.0)
+
+    around = saved_tensors_hooks(lambda x: x, lambda x: x) if hooks else nullcontext()
+    hidden, weight = torch.randn(12, 4, requires_grad=True), torch.randn(24, 4)
+    with around, pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        FUNCTIONS["linear_policy_loss"](loss, hidden, weight, None)
 
 
 @pytest.mark.parametrize(("name", "source"), CALLS)

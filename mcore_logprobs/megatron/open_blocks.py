@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
+from mcore_logprobs.collectives import saved_tensors_hooks
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.calls import Call
-from mcore_logprobs.sources.lazy_rows import saved_tensors_hooks
 
 Output = TypeVar("Output")
 

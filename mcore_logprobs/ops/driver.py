@@ -73,18 +73,18 @@ class Forward:
 
 
 class Backward:
-    """The gradient of an operation's logits, chunk by chunk.
+    """The gradient of an operation's logits.
 
     Attributes:
-        entries: it is of single logits: `at` gives them and `write` is not called.
-        whole_tile: `begin_tile` gives a tile's raw logits, of which the chunks are columns.
+        takes: what the driver calls for a tile: "blocks", `write` for each chunk; "rows", likewise
+            for chunks that are columns of the raw logits which `begin_tile` gives; "entries", `at`,
+            as the gradient is of single logits.
     """
 
-    entries = False
-    whole_tile = False
+    takes = "blocks"
 
     def begin_tile(self, tile: Any) -> Tensor:
-        """The tile's raw logits `[rows, V/TP]`; called with `whole_tile`."""
+        """The tile's raw logits `[rows, V/TP]`."""
         raise NotImplementedError
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:
@@ -150,10 +150,10 @@ def form_gradient(backward: Backward, source: Walked, gradient: Gradient) -> Res
         gradient: of `source.gradient`.
     """
     for tile in source.tiles():
-        if backward.entries:
+        if backward.takes == "entries":
             gradient.collect_entries(tile, *backward.at(tile))
         else:
-            raw = backward.begin_tile(tile) if backward.whole_tile else None
+            raw = backward.begin_tile(tile) if backward.takes == "rows" else None
             for placed in tile.chunks() if raw is None else tile.blocks_of(raw):
                 gradient.collect(tile, placed, backward.write)
                 del placed
@@ -305,7 +305,7 @@ class _Recompute(torch.autograd.Function):
                 saved = tuple(None if x is None else source.to_row_order(x) for x in saved)
             needs = ctx.needs_input_grad[_LEADING : _LEADING + call.of_source]
             backward = call.operation.backward(source, upstream, rows, saved)
-            gradient = source.gradient(needs, sparse=backward.entries)
+            gradient = source.gradient(needs, sparse=backward.takes == "entries")
             gradients = form_gradient(backward, source, gradient)
         return (*(None,) * _LEADING, *gradients, *(None,) * (given - len(gradients)))
 

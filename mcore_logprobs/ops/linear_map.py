@@ -22,7 +22,7 @@ from mcore_logprobs.checks import autocast_enabled, check_called, check_mask, ch
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
-from mcore_logprobs.ops.user_function import name_of, walk_graph
+from mcore_logprobs.ops.user_function import graph_of_its_own, name_of, walk_graph
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import RecomputedTile, Source
 
@@ -103,7 +103,7 @@ class _MapForward(Forward):
         operation = self._operation
         # Once with autograd, to see what depends on the logits, and on what else.
         tried = operation.grad_enabled and not self._parts
-        with torch.set_grad_enabled(tried):
+        with torch.set_grad_enabled(tried), graph_of_its_own():
             results = operation.call(z.requires_grad_(tried), self._per_token, rows)
         if tried:
             _refuse_captured(results, z, operation.fn)
@@ -123,7 +123,7 @@ class _MapForward(Forward):
 
 
 class _MapGradient(Backward):
-    whole_tile = True
+    takes = "rows"
 
     def __init__(self, operation: Map, source: Source, upstream: Results, tensors: Tensors) -> None:
         valid_mask, *self._per_token = tensors

@@ -25,6 +25,7 @@ from mcore_logprobs.ops.user_function import (
     LossFn,
     check_loss_fn,
     float64_denominator,
+    graph_of_its_own,
     sum_of_losses,
     taken_by_name,
 )
@@ -56,7 +57,7 @@ class _Loss:
         their scale).
         """
         _, valid_mask = tensors
-        with torch.set_grad_enabled(self.grad_enabled):
+        with torch.set_grad_enabled(self.grad_enabled), graph_of_its_own():
             leaves = RowResults(logprobs=results.logprobs, entropy=results.entropy).map(
                 lambda x: x.detach().requires_grad_(self.backward)
             )

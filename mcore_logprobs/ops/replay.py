@@ -279,7 +279,7 @@ class _RecordedGradient(Backward):
     dz = g (1[target] - p) - h p (log p + H)      with g, h upstream of logprob and entropy H
     """
 
-    entries = True
+    takes = "entries"
 
     def __init__(
         self,

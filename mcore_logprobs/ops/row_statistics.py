@@ -270,7 +270,7 @@ class EntryGradient(LogitGradient):
 
     def __init__(self, source: Source, local_ids: Tensor, upstream: Tensor) -> None:
         super().__init__(source, GradientTerms(local_ids, upstream, None, None, StatsSpec()))
-        self.entries = source.recomputed
+        self.takes = "entries" if source.recomputed else "blocks"
         self._local_ids, self._upstream = local_ids, upstream
 
     def at(self, tile: Tile) -> tuple[LogitIndices, Tensor]:

@@ -15,13 +15,15 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd import graph
 
 from mcore_logprobs.checks import check_called
+from mcore_logprobs.collectives import saved_tensors_hooks
 
 LossFn = Callable[..., Tensor]
 
@@ -107,7 +109,7 @@ def sum_of_losses(
     more = {name: x.clone() for name, x in (named or {}).items()}
     # The originals too: under a caller's torch.compile the copies are inside a compiled node.
     ours = (logprobs, entropy, *copies, *(named or {}).values(), *more.values())
-    roots = [get_gradient_edge(x).node for x in ours if x is not None and x.requires_grad]
+    roots = [graph.get_gradient_edge(x).node for x in ours if x is not None and x.requires_grad]
     loss = fn(*copies, *(t.detach().clone() for t in tensors), **more)
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -135,6 +137,32 @@ def _check_graph(loss: Tensor, roots: list[Any], fn: LossFn) -> None:
             "nothing would learn from it: expected a differentiable function of them, got a loss "
             f"of {loss.dtype} that was detached, formed under no_grad, made constant or rounded"
         )
+
+
+def graph_of_its_own() -> AbstractContextManager[object]:
+    """Within it autograd saves tensors as they are, though the caller packs what it saves.
+
+    For a graph that ends within the call: a checkpoint would run all of the call once more for each
+    tile that is differentiated, offloading would copy what is needed at once.
+    """
+    if torch.compiler.is_compiling() or saved_tensors_hooks() is None:
+        return nullcontext()
+    return graph.saved_tensors_hooks(_with_version, _if_unchanged)
+
+
+def _with_version(saved: Tensor) -> tuple[Tensor, int]:
+    return saved, saved._version
+
+
+def _if_unchanged(packed: tuple[Tensor, int]) -> Tensor:
+    """As autograd itself does where no hook packs a tensor."""
+    saved, version = packed
+    if saved._version != version:
+        raise RuntimeError(
+            f"a function's tensor of shape {tuple(saved.shape)}, which its gradient needs, was "
+            "modified by an inplace operation: expected a function that changes copies alone"
+        )
+    return saved
 
 
 # ---- captured parameters -----------------------------------------------------------------------

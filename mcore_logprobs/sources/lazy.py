@@ -25,10 +25,11 @@ import typing_extensions
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.collectives import saved_tensors_hooks
 from mcore_logprobs.groups import group_size, resolve_tp_group
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.lazy_head import LazyHead
-from mcore_logprobs.sources.lazy_rows import Rows, View, saved_tensors_hooks
+from mcore_logprobs.sources.lazy_rows import Rows, View
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()

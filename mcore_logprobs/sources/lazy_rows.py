@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mcore_logprobs.collectives import saved_tensors_hooks
 from mcore_logprobs.groups import VocabShard, group_size
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.latest_pass import LatestPass, PassKey
@@ -447,16 +448,6 @@ class View:
         if tensors.temperature is not None:
             tensors = tensors._replace(temperature=tensors.temperature.reshape(lead))
         return replace(source.options, batch_shape=lead).bind(*tensors)
-
-
-def saved_tensors_hooks() -> object:
-    """The innermost of those that pack what autograd saves now, or None.
-
-    Checkpoints and offloading do, each with hooks of its own. A torch that does not tell (2.7 and
-    before) gives an object that equals no other.
-    """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return object() if top is None else top(False)
 
 
 def _mean(logits: Tensor) -> Tensor:
