@@ -461,7 +461,7 @@ def test_clip_cov_draws_among_tokens_of_high_covariance(share):
 
 
 def test_fipo_looks_far_ahead():
-    """Over several blocks, both kinds of bound, without the others."""
+    """Over many tokens, both kinds of bound, without the others."""
     from mcore_logprobs.losses.two_pass import _discounted_ahead
 
     values = torch.randn(2, 300, dtype=F64)
@@ -472,6 +472,10 @@ def test_fipo_looks_far_ahead():
     with torch.autocast("cpu", torch.bfloat16):
         found = _discounted_ahead(values.float(), 0.97)
     torch.testing.assert_close(found, expected[:, :300].float())
+    values[0, 100] = torch.nan
+    found = _discounted_ahead(values, 0.97)
+    assert found[0, :101].isnan().all()
+    torch.testing.assert_close(found[0, 101:], expected[0, 101:300])
     x = _batch()
     both = losses.FIPOLoss(high_only=False, safety=None, dual_clip=None)
     weights = both.second_pass(x["new"], x["old"], x["a"], x["mask"])["importance_weights"]

@@ -146,7 +146,7 @@ def token_logprobs(
     chunk_size: int | None = None,
     inference_only: bool = False,
     top_k: int | None = None,
-    top_p: float = 1.0,
+    top_p: float | None = 1.0,
     min_p: float = 0.0,
 ) -> Tensor:
     """Log-probabilities of targets as they are: `[b, s, V/TP]`, `[b, s]` -> `[b, s]`.
@@ -158,6 +158,7 @@ def token_logprobs(
         "chunk_size": rows_a_chunk(chunk_size, vocab_parallel_logits.shape[0]),
     }
     operation: Callable[..., Tensor] = ours.vocab_parallel_logprobs
+    top_p = 1.0 if top_p is None else top_p  # NeMo-RL's way to say off
     if size_or_none(top_k) or top_p < 1.0 or min_p > 0.0:
         operation = ours.vocab_parallel_sampling_logprobs
         options |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}

@@ -466,10 +466,11 @@ def _sampling(temperature: object, sampling_params: object) -> dict[str, object]
     """Fields of `LogprobConfig`; sampling_params goes before temperature."""
     if sampling_params is not None:
         temperature = getattr(sampling_params, "temperature", 1.0)
+    top_p = getattr(sampling_params, "top_p", None)
     return {
         "temperature": 1.0 if temperature is None else temperature,
         "top_k": getattr(sampling_params, "top_k", None),
-        "top_p": getattr(sampling_params, "top_p", 1.0),
+        "top_p": 1.0 if top_p is None else top_p,
         "min_p": getattr(sampling_params, "min_p", None) or 0.0,
     }
 

@@ -149,7 +149,7 @@ def DistributedLogprobWithSampling(
     target: Tensor,
     tp_group: ProcessGroup,
     top_k: int | None,
-    top_p: float,
+    top_p: float | None,
     inference_only: bool = False,
 ) -> Tensor:
     """`vocab_parallel_sampling_logprobs`: a target that is filtered out gives -inf."""
@@ -169,7 +169,7 @@ def ChunkedDistributedLogprobWithSampling(
     target: Tensor,
     tp_group: ProcessGroup,
     top_k: int | None,
-    top_p: float,
+    top_p: float | None,
     chunk_size: int,
     inference_only: bool = False,
 ) -> Tensor:

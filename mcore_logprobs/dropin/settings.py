@@ -7,7 +7,6 @@ config = logprob_config(cfg.actor_rollout_ref.model, actor, temperature=temperat
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -45,13 +44,12 @@ def logprob_config(*nodes: object, **fields: Any) -> LogprobConfig:
 
     Args:
         nodes: mappings, OmegaConf nodes, dataclasses or parsed arguments. None in a node counts as
-            not there, as do -1 for a size, and values of fields that this release does not have
-            where they ask for nothing.
+            not there, as does -1 for a size.
         fields: `LogprobConfig` fields, which go before the nodes'.
 
     Raises:
-        ValueError: a value that its field does not take, or one for a field that is not there; a
-            node that is text or a sequence.
+        ValueError: a value that its field does not take; a node that is text or a sequence.
+        TypeError: a name among `fields` that no field has, with the nearest one.
     """
     for node in nodes:
         if isinstance(node, (str, bytes, list, tuple)):
@@ -59,21 +57,14 @@ def logprob_config(*nodes: object, **fields: Any) -> LogprobConfig:
                 "logprob_config: expected configuration nodes with names, got "
                 f"{type(node).__name__} {node!r}"
             )
-    known = {f.name: f for f in dataclasses.fields(LogprobConfig)}
     found = dict(fields)
     for node in nodes:
         for theirs, (field, _) in SETTINGS.items():
             value = setting(node, theirs)
             if field in ("chunk_size", "top_k") and isinstance(value, int):
                 value = size_or_none(value)
-            if value is None:
-                continue
-            if field not in known and value in (False, 1.0):
-                continue
-            found.setdefault(field, value)
-    missing = found.keys() - known.keys()
-    if missing:
-        raise ValueError(f"LogprobConfig has no {', '.join(sorted(missing))}")
+            if value is not None:
+                found.setdefault(field, value)
     if "temperature" not in found:
         logger.warning(
             "logprob_config: expected the sampler's temperature in a node or as temperature=, got "

@@ -251,7 +251,6 @@ def patch_fused_forward(model: Any) -> None:
     for language_model in _language_models(model):
         if _OWN_FORWARD in vars(language_model):
             continue
-        had_own = "forward" in vars(language_model)
         original = language_model.forward
 
         def forward(
@@ -264,7 +263,7 @@ def patch_fused_forward(model: Any) -> None:
             return _fused_forward(_model, _original, args, kwargs, temperature)
 
         functools.update_wrapper(forward, original)
-        vars(language_model)[_OWN_FORWARD] = forward, original if had_own else None
+        vars(language_model)[_OWN_FORWARD] = forward, vars(language_model).get("forward")
         vars(language_model)["forward"] = forward
 
 
@@ -277,8 +276,8 @@ def unpatch_fused_forward(model: object) -> None:
     for language_model in _language_models(model):
         if _OWN_FORWARD not in vars(language_model):
             continue
-        ours, before = vars(language_model)[_OWN_FORWARD]
-        if vars(language_model).get("forward") is not ours:
+        patched, before = vars(language_model)[_OWN_FORWARD]
+        if vars(language_model).get("forward") is not patched:
             raise ValueError(
                 f"{type(language_model).__name__}.forward was replaced by something else after the "
                 "patch; undo that first"

@@ -323,33 +323,16 @@ class FIPOLoss(ClippedLoss):
         return {"importance_weights": weights}
 
 
-def _discounted_ahead(values: Tensor, gamma: float, block: int = 128) -> Tensor:
-    """`[..., s]` -> sum over k >= t of gamma^(k - t) values_k. In blocks, each one product.
-
-    In float64, which neither autocast nor TF32 makes less of.
+def _discounted_ahead(values: Tensor, gamma: float) -> Tensor:
+    """`[..., s]` -> sum over k >= t of gamma^(k - t) values_k, in float64: of one token, of two, of
+    four and so on, until the factor is 0.
     """
-    length, dtype = values.shape[-1], values.dtype
-    if length == 0:
-        return values
-    values = values.double()
-    # In a product the others would be 0 * inf at tokens behind them.
-    not_finite = torch.zeros_like(values)
-    for is_there, value in (
-        (values.isnan(), torch.nan),
-        (values == torch.inf, torch.inf),
-        (values == -torch.inf, -torch.inf),
-    ):
-        not_finite += torch.where(is_there.flip(-1).cumsum(-1).flip(-1) > 0, value, 0.0)
-    values = values.masked_fill(~values.isfinite(), 0.0)
-    blocks = F.pad(values, (0, -length % block)).unflatten(-1, (-1, block))
-    place = torch.arange(block, device=values.device, dtype=values.dtype)
-    power = (place.unsqueeze(1) - place).clamp(min=0.0)  # k - t
-    within = blocks @ (gamma**power).tril()
-    tail = gamma ** (block - place)
-    ahead = [torch.zeros_like(blocks[..., 0, :])]
-    for part in reversed(within.unbind(-2)):
-        ahead.append(part + tail * ahead[-1][..., :1])
-    return (torch.cat(ahead[:0:-1], -1)[..., :length] + not_finite).to(dtype)
+    ahead, reach = values.double(), 1
+    while reach < values.shape[-1] and gamma**reach > 0.0:
+        further = F.pad(ahead[..., reach:], (0, reach))
+        ahead = ahead + gamma**reach * further
+        reach *= 2
+    return ahead.to(values.dtype)
 
 
 class _OfBatch(TokenLoss):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,9 @@ def class_patch() -> None:
         asked = GPTModel._linear_ce_fusion_sampling
         nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
         assert GPTModel._linear_ce_fusion_sampling == asked  # only the chunk size is another
+        nothing = SimpleNamespace(temperature=0.5, top_k=None, top_p=None)
+        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5, sampling_params=nothing)
+        assert GPTModel._linear_ce_fusion_sampling == asked  # None is off
         nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=7, temperature=1.0)
         assert GPTModel._linear_ce_fusion_sampling != asked
         assert GPTModel._linear_ce_fusion_chunk_size == 7

@@ -19,6 +19,7 @@ B, K = 2, 5
 SAMPLING = {
     "none": None,
     "off": SimpleNamespace(top_k=-1, top_p=1.0, temperature=0.5),
+    "off by None": SimpleNamespace(top_k=None, top_p=None, temperature=0.5),
     "top-k": SimpleNamespace(top_k=9, top_p=1.0, temperature=1.0),
     "both": SimpleNamespace(top_k=14, top_p=0.8, temperature=1.0),
 }
@@ -56,7 +57,7 @@ class Row(NamedTuple):
 
 def filters(sampling: str) -> tuple[int | None, float]:
     given = SAMPLING[sampling]
-    return (None, 1.0) if given is None else (given.top_k, given.top_p)
+    return (None, 1.0) if given is None else (given.top_k, given.top_p or 1.0)
 
 
 def rows() -> Iterator[tuple[str, Row]]:
@@ -124,7 +125,13 @@ def rows() -> Iterator[tuple[str, Row]]:
             gathered, lambda z, d: take(z[:, : d.ids.shape[1]], d.several), cp=True
         ),
     }.items()
-    for sampling, chunk_size in {"none": None, "off": 3, "top-k": 2, "both": 2}.items():
+    for sampling, chunk_size in {
+        "none": None,
+        "off": 3,
+        "off by None": 3,
+        "top-k": 2,
+        "both": 2,
+    }.items():
 
         def by_position(
             r: Rank, z: Tensor, d: Data, sampling: str = sampling, chunk_size: Any = chunk_size

@@ -194,7 +194,7 @@ def test_a_prefix_tree_of_thousands_of_rows() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 255, 256, 257, 8191, 32768])
-def test_discounted_sums_over_blocks_of_128(length: int) -> None:
+def test_discounted_sums_over_what_comes_later(length: int) -> None:
     """FIPO's sum over what comes later, against the recursion one token at a time."""
     values, gamma = torch.randn(2, length), 2.0 ** (-1.0 / 32.0)
     expected, after = torch.empty(2, length, dtype=torch.float64), torch.zeros(2).double()
