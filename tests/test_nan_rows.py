@@ -344,6 +344,27 @@ def test_the_rank_of_a_nan_is_minus_one(ranks, world):
             assert torch.equal(rank, torch.where(nan, -1, expected))
 
 
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_record_with_nan_or_inf_whose_target_it_lacks(value: float, full: bool) -> None:
+    logits = torch.randn(3, VOCAB)
+    logits[0, 2] = value
+    logits[1, 7] = value  # which the record leaves out
+    logits.requires_grad_()
+    kept = torch.tensor([1, 2, 3] * 3), torch.tensor([0, 3, 6, 9])
+    found = vocab_parallel_sampling_logprobs(
+        logits, torch.tensor([5, 5, 2]), kept_ids=kept, full=full
+    )
+    logprobs = found.logprobs if full else found
+    (grad,) = torch.autograd.grad(logprobs, logits, torch.tensor([1.0, 2.0, 3.0]))
+    assert logprobs[0].isnan()
+    assert logprobs[1] == -torch.inf
+    assert logprobs[2].isfinite()
+    assert grad[0, 1:4].isnan().all()
+    assert grad[1:].isfinite().all()
+    assert not grad[:, 4:].any()
+
+
 @pytest.mark.parametrize("compact", [False, True])
 def test_nan_hidden_states_of_an_ignored_token(compact: bool) -> None:
     """As plain torch, where 0 times NaN is NaN; a token that is left out is in no product."""

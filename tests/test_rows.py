@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_logprobs.sources.given import given_logits
+from mcore_logprobs.sources.pair_source import beside
 from tests.helpers.memory import TensorsMade
 
 
@@ -54,6 +57,35 @@ def test_every_row_comes_once_and_finds_its_way_back(x, chunk_size, start, lengt
     for index in (None, flat):
         found = source.rectangle(rows, slice(1, 3), index)
         assert torch.equal(found.logits, by_number[flat[rows], 1:3])
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x,
+    "without the last": lambda x: torch.cat([x, x[:, :1]], 1)[:, :-1],
+    "sequence first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("of_student", LAYOUTS)
+@pytest.mark.parametrize("of_teacher", LAYOUTS)
+def test_two_sides_of_few_views_are_compared_without_a_copy(
+    of_student: str, of_teacher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = [torch.randn(3, 40, 8), torch.randn(3, 40, 8)]
+    monkeypatch.setattr("mcore_logprobs.sources.given._MANY_VIEWS", 1 << 30)
+    laid_out = [LAYOUTS[how](x) for how, x in zip((of_student, of_teacher), sides, strict=True)]
+    student, teacher = (given_logits(x) for x in laid_out)
+    pair, at = beside(student, teacher), 0
+    assert pair.student.num_rows == 120
+    order = pair.to_row_order(torch.arange(120).view(3, 40))
+    for tile in pair.tiles():
+        for placed in tile.chunks():
+            assert placed.rows.start == at
+            at = placed.rows.stop
+            for chunk, x, whole in zip((placed.chunk, placed.other), laid_out, sides, strict=True):
+                assert chunk.logits.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+                assert torch.equal(chunk.logits, whole.flatten(0, 1)[order[placed.rows]])
+    assert at == 120
 
 
 @given(strided(), st.randoms())

@@ -207,7 +207,7 @@ class _RecordedLogits:
         # -inf where the target is not among the kept ids, or all of them are -inf.
         finite = ~by_name(self.spec.fields, merged)["max"].isneginf()
         logprobs = torch.where((hits > 0) & finite, results.logprobs, -torch.inf)
-        logprobs = torch.where(softmax.row_max.isnan(), torch.nan, logprobs)
+        logprobs = torch.where(softmax.row_max.isfinite(), logprobs, torch.nan)
         counted = self._operation.counted(self._tensors)
         logprobs = torch.where(counted, logprobs, 0.0)
         entropy = results.entropy

@@ -216,21 +216,41 @@ class GivenLogits:
 
     whole_rows = chunks
 
-    @property
-    def is_one_view(self) -> bool:
-        """Whether one stride covers all rows."""
-        return len(self._views) == 1
+    def parts(self, other: GivenLogits) -> Iterator[slice]:
+        """Rows that one stride covers, here and in other logits of the same order, or that are
+        copied at a time.
+        """
+        # The views of one are parts of the other's: outer dimensions are unbound first.
+        size = self.num_rows // max(len(self._views), len(other._views))
+        if self.copies_rows or other.copies_rows:
+            size = self.rows_at_a_time(self.shard.width, copies=2)
+        return row_chunks(self.num_rows, max(1, size))
+
+    def view_of(self, views: list[Tensor], rows: slice) -> Tensor | None:
+        """These rows of the view that has all of them, or None where none has.
+
+        Args:
+            views: of `views_of`, of as many rows each.
+        """
+        size = self.num_rows // len(views)
+        number = 0 if len(views) == 1 else rows.start // size
+        first = number * size
+        if rows.stop > first + size:
+            return None
+        return views[number][rows.start - first : rows.stop - first]
 
     def rectangle(self, rows: slice, columns: slice, index: Tensor | None = None) -> Chunk:
-        """Any rows and columns; a copy where one stride does not cover them.
+        """Any rows and columns; a copy where one stride does not cover them, or `copies_rows`.
 
         Args:
             index: `[n]`, the token of each row, of a source in the tokens' order; None: the
                 source's own order.
         """
         processing = self.processing
-        if index is None and self.is_one_view:
-            return processing.chunk(self._views[0][rows, columns], rows, columns)
+        if index is None and not self.copies_rows:
+            view = self.view_of(self._views, rows)
+            if view is not None:
+                return processing.chunk(view[:, columns], rows, columns)
         row = torch.arange(rows.start, rows.stop, device=self.device)
         base = self.logits if self.batch_shape else self.logits.unsqueeze(0)
         at = _coordinates(self._token(row) if index is None else index[rows], base.shape[:-1])
@@ -419,20 +439,10 @@ class GivenGradient:
             self._scatter(placed, placed.chunk.logits, write)
         elif self._over:
             write(placed, placed.chunk.logits)
-        elif len(self._views) == 1:
-            write(placed, self._views[0][placed.rows, placed.columns])
+        elif (view := self._source.view_of(self._views, placed.rows)) is not None:
+            write(placed, view[:, placed.columns])
         else:
-            self._collect_in_views(placed, write)
-
-    def _collect_in_views(self, placed: ChunkAt, write: Write) -> None:
-        """Straight into the view that has all of the rows, if one has."""
-        rows, columns, first = placed.rows, placed.columns, 0
-        for view in self._views:
-            if first <= rows.start and rows.stop <= first + view.shape[0]:
-                write(placed, view[rows.start - first : rows.stop - first, columns])
-                return
-            first += view.shape[0]
-        self._scatter(placed, torch.empty_like(placed.chunk.logits), write)
+            self._scatter(placed, torch.empty_like(placed.chunk.logits), write)
 
     def _scatter(self, placed: ChunkAt, part: Tensor, write: Write) -> None:
         """By way of `part`, memory of the chunk's shape, which may be a copy of its logits."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.backend import Backend
-from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, row_chunks
+from mcore_logprobs.kernels.chunk import Chunk, ChunkAt
 from mcore_logprobs.sources.given import GivenLogits
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.head_operands import HeadOptions
@@ -91,12 +91,9 @@ class PairSource:
                 of_teacher = partial(self._block, other)
                 yield self._of_given(student, other.rows, blocks, of_teacher)
         else:
-            step = max(1, student.num_rows)
-            if not (student.is_one_view and teacher.is_one_view):
-                step = self.rows_at_a_time(width)  # some rows are copied
-            for rows in row_chunks(student.num_rows, step):
-                blocks = [slice(0, width)]
-                yield self._of_given(student, rows, blocks, partial(teacher.rectangle, rows))
+            for rows in student.parts(teacher):
+                of_teacher = partial(teacher.rectangle, rows)
+                yield self._of_given(student, rows, [slice(0, width)], of_teacher)
 
     def _block(self, tile: RecomputedTile, columns: slice) -> Chunk:
         """A block of a teacher's tile; for padding alone no product is made."""

@@ -411,10 +411,11 @@ def test_defaults_for_new_tensors_change_nothing(monkeypatch):
         found = [passes()]
     finally:
         torch.set_default_device(None)
-    for default in (torch.device("meta"), default_dtype(torch.float64)):
+    dtypes = (torch.float64, torch.bfloat16)
+    for default in (torch.device("meta"), *map(default_dtype, dtypes)):
         with default:
             found.append(passes())
-    assert len(compiled) == 4 * 3  # none went to the reference
+    assert len(compiled) == 5 * 3  # none went to the reference
     for got in found:
         for one, other in zip(got, want, strict=True):
             assert one.device.type == "cpu"

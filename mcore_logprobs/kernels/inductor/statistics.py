@@ -333,7 +333,7 @@ def _count_kernel(width: int) -> Callable[..., object]:
         block = int(static)
         blocks = logits.unflatten(1, (logits.shape[1] // block, block))
         # float32 holds every count of a block, and is summed faster than int64.
-        return torch.where(blocks > limit[:, None, None], 1.0, 0.0).sum(-1)
+        return (blocks > limit[:, None, None]).float().sum(-1)
 
     return count_kernel
 
