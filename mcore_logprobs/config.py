@@ -169,7 +169,8 @@ class LogprobConfig(SuggestsFields):
     check_labels: bool = fields.switch(
         False,
         "Raise an error if the labels of a call are its input_ids themselves instead of the tokens "
-        "after them. Costs one host sync.",
+        "after them. Costs one host sync. A call without input_ids, as on a later pipeline stage, "
+        "is not checked, and one log line says so.",
     )
 
     def __post_init__(self) -> None:
@@ -267,7 +268,7 @@ class LogprobConfig(SuggestsFields):
             yaml.safe_dump(settings, file, sort_keys=False)
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> LogprobConfig:
+    def from_args(cls, args: argparse.Namespace | SimpleNamespace) -> LogprobConfig:
         """Read the `logprob_*` attributes that `add_logprob_args` puts on a namespace.
 
         A missing attribute means the default. An attribute that is nearly one of ours
@@ -290,7 +291,7 @@ class LogprobConfig(SuggestsFields):
         return config
 
     @classmethod
-    def _check_read(cls, args: argparse.Namespace) -> None:
+    def _check_read(cls, args: argparse.Namespace | SimpleNamespace) -> None:
         """Raise a ValueError where settings were given that are not on this namespace."""
         words = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
         given = {word.partition("=")[0] for word in words}

@@ -135,9 +135,15 @@ def _megatron_hooks() -> dict[str, str]:
 
 
 def _head(model: object) -> str:
-    from mcore_logprobs.megatron.heads import head_report
+    """Whether it is fused under the patch's settings, or those of `model.config`."""
+    from mcore_logprobs.config import LogprobConfig
+    from mcore_logprobs.megatron.head_patch import patch_of
+    from mcore_logprobs.megatron.heads import find_language_models, has_head, head_report
 
-    head = head_report(model)
+    models = find_language_models(model)
+    patch = next((patch for x in models if has_head(x) and (patch := patch_of(x))), None)
+    config = LogprobConfig.from_transformer_config(models[0].config)
+    head = head_report(model, config if patch is None else patch.config)
     return "fused" if head.fusable else f"logits path: {head.reason}"
 
 

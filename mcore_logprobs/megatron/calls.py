@@ -18,6 +18,7 @@ from mcore_logprobs.checks import (
     check_top_p,
 )
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.megatron.heads import say_unchecked
 from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.record import ReplayRequest
 from mcore_logprobs.ops.topk_divergence import TopKDivergence
@@ -413,12 +414,17 @@ def check_shifted(
 ) -> None:
     """Check that labels are the tokens after their inputs, where both are there. Host sync.
 
+    One log line where there are no input_ids to compare them with: Megatron-LM gives none to a
+    later pipeline stage, nor a vision-language model to its language model.
+
     Raises:
         ValueError: most labels are the inputs' own tokens, and fewer are the next ones.
     """
-    if not (isinstance(input_ids, Tensor) and isinstance(labels, Tensor)):
+    if not isinstance(labels, Tensor):
         return
-    if input_ids.shape != labels.shape:
+    if not isinstance(input_ids, Tensor) or input_ids.shape != labels.shape:
+        what = "none" if not isinstance(input_ids, Tensor) else f"shape {tuple(input_ids.shape)}"
+        say_unchecked(what, name)
         return
     labels = labels[:, :-1]  # the last has no next token here
     counted = labels != ignore_index

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from torch import nn
 
@@ -33,6 +33,7 @@ from mcore_logprobs.spelling import suggesting
 
 TRAINING = "megatron.training.training"
 _MARK = "_mcore_logprobs_provider"
+_SETTINGS = LogprobConfig, Namespace, SimpleNamespace, type(None)  # what a hook may read
 
 
 @suggesting
@@ -43,8 +44,9 @@ def logprob_model_hook(
 
     Args:
         args_or_config: a `LogprobConfig`; or a parsed namespace with the flags of
-            `add_logprob_args`, read when the model is built and the size of its vocabulary is
-            known; or None for Megatron-LM's own, `megatron.training.get_args()`.
+            `add_logprob_args`, or of Megatron's `--yaml-cfg` with them at the top level, read when
+            the model is built and the size of its vocabulary is known; or None for Megatron-LM's
+            own, `megatron.training.get_args()`.
 
     Returns: `hook(models)`, which patches the list of model chunks and returns it.
 
@@ -54,9 +56,9 @@ def logprob_model_hook(
         ValueError: neither of these (here); and when a model is built, a namespace without the
             flags, flags that do not make a `LogprobConfig`, or what `patch_gpt_model` raises.
     """
-    if not (args_or_config is None or isinstance(args_or_config, (LogprobConfig, Namespace))):
+    if not isinstance(args_or_config, _SETTINGS):
         raise ValueError(
-            "logprob_model_hook: expected a LogprobConfig, an argparse.Namespace or None, got "
+            "logprob_model_hook: expected a LogprobConfig, a parsed namespace or None, got "
             f"{type(args_or_config).__name__}"
         )
 
@@ -97,7 +99,9 @@ def patched_model_provider(
     return provider
 
 
-def _config_of(args_or_config: Namespace | LogprobConfig | None) -> LogprobConfig:
+def _config_of(
+    args_or_config: Namespace | SimpleNamespace | LogprobConfig | None,
+) -> LogprobConfig:
     if isinstance(args_or_config, LogprobConfig):
         return args_or_config
     namespace = args_or_config

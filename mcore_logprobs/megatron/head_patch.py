@@ -45,6 +45,7 @@ from mcore_logprobs.megatron.mtp import (
     without_mtp,
 )
 from mcore_logprobs.megatron.open_blocks import OpenBlocks
+from mcore_logprobs.megatron.output_processor import logprob_output_processor
 from mcore_logprobs.megatron.schedule_plan import carry_stats
 from mcore_logprobs.ops.token_stats import TokenStats
 from mcore_logprobs.sources.lazy import LazyLogits
@@ -60,6 +61,10 @@ _REPLACED = ("compute_language_model_loss", "_postprocess", "forward")
 
 
 Logits = DeferredLogits | LazyLogits | Tensor
+
+
+class _Absent:
+    """In place of an instance attribute that was not there; itself, which a copy has too."""
 
 
 def patch_of(language_model: object) -> HeadPatch | None:
@@ -106,8 +111,8 @@ class HeadPatch(DeferringHead):
         self.installed = False
         self.automatic: bool | str = False
         self._lent: tuple[LogprobConfig, OpenBlocks] | None = None  # the automatic patch's
-        self._replaced: list[tuple[bool, str]] = []  # whether of the model or the layer, and name
-        self._before: dict[tuple[bool, str], Any] = {}  # instance attributes that were there
+        # What was replaced, by whether it is the model's and its name, and what was there.
+        self._replaced: dict[tuple[bool, str], Any] = {}
         self.blocks = OpenBlocks(config)
         self._running: list[ForwardState] = []
 
@@ -168,7 +173,9 @@ class HeadPatch(DeferringHead):
         if config.check_labels and not self.method.tokens:
             raise ValueError(f"check_labels: expected False for {self.method.lacking}")
         check_vocabulary(self.layer, config, logit_bias)
-        report = self.report if config == self.config else self._report_for(config)
+        report = self._report_for(config)
+        if config == self.config:  # somebody may have put a hook on the layer since
+            self.report = report
         if report.fusable and config.fused:
             check_head(self.layer, config)
         return report.reason
@@ -198,8 +205,10 @@ class HeadPatch(DeferringHead):
         self.installed = True
 
     def check_removable(self) -> None:
-        if self._lent is not None:
-            return
+        if self._lent is None:
+            self._check_in_place()
+
+    def _check_in_place(self) -> None:
         for of_model, name in self._replaced:
             owner = self._owner(of_model)
             if owner is None:
@@ -217,17 +226,33 @@ class HeadPatch(DeferringHead):
             config, blocks = self._lent
             self._settle(config)
             self.blocks, self._lent = blocks, None  # with what is open in them
-            return
-        for of_model, name in reversed(self._replaced):
+        else:
+            self._take_off()
+
+    def _take_off(self) -> None:
+        for (of_model, name), before in reversed(self._replaced.items()):
             owner = self._owner(of_model)
             attributes = {name: None} if owner is None else vars(owner)
-            if (of_model, name) in self._before:
-                attributes[name] = self._before[of_model, name]
-            else:
+            if before is _Absent:
                 del attributes[name]
+            else:
+                attributes[name] = before
         self._replaced.clear()
-        self._before.clear()
         self.installed = False
+
+    def follow_layer(self) -> None:
+        """Go over to the output layer that the model has now, if it is another.
+
+        Raises:
+            ValueError: something else has replaced one of the patched attributes since.
+        """
+        if self.has_its_layer:
+            return
+        self._check_in_place()
+        self._take_off()
+        self._layer, self.reason, self.latest = Weak(self.model.output_layer), "", None
+        self.report = self._report_for(self.config)
+        self.install()
 
     def _owner(self, of_model: bool) -> object:
         """None for a layer that the model has dropped since."""
@@ -235,16 +260,13 @@ class HeadPatch(DeferringHead):
 
     def _replace(self, name: str, ours: object, *, of_model: bool = True) -> None:
         attributes = vars(self._owner(of_model))
-        if name in attributes:
-            self._before[of_model, name] = attributes[name]
+        self._replaced[of_model, name] = attributes.get(name, _Absent)
         attributes[name] = ours
-        self._replaced.append((of_model, name))
 
     def original(self, name: str) -> Callable[..., Any]:
         """The model's attribute as it would be without this patch."""
-        if (True, name) in self._before:
-            return self._before[True, name]
-        return getattr(type(self.model), name).__get__(self.model)
+        before = self._replaced.get((True, name), _Absent)
+        return getattr(type(self.model), name).__get__(self.model) if before is _Absent else before
 
     # What the model calls.
 
@@ -259,7 +281,7 @@ class HeadPatch(DeferringHead):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[object, Tensor | None]:
         """In place of the output layer's."""
-        if not self._running and (other := _patch_behind(self._before.get((False, "forward")))):
+        if not self._running and (other := _patch_behind(self._replaced.get((False, "forward")))):
             return other.forward(*args, **kwargs)  # of another patched model with this layer
         if self._without_labels:
             self._running[-1].reached = True
@@ -434,6 +456,9 @@ class _WithLabels:
         processed = arguments.has("output_processor")
         if processed:
             processor = arguments["output_processor"]
+            ours = getattr(processor, "func", processor) is logprob_output_processor
+            if ours and patch.blocks.any_open:
+                raise _goes_around(call)
             arguments["output_processor"] = functools.partial(_process, processor, running)
         left_out = labels is not None and mtp == "off" and has_mtp
         if left_out:
@@ -450,6 +475,8 @@ class _WithLabels:
         if checked and running.reached and is_hidden:
             raise ValueError(f"check_labels: expected False for {method.unclear}")
         if processed:
+            if patch.blocks.any_open and not running.reached:
+                raise _goes_around(call)
             return output
         patch.check_ended(call, running)
         if labels is None:
@@ -477,6 +504,13 @@ def _take_labels(arguments: Arguments, method: HeadMethod, call: Call) -> object
             f"{method.labels}= or open PatchHandle.targets too"
         )
     return arguments.labels
+
+
+def _goes_around(call: Call) -> ValueError:
+    return ValueError(
+        f"inside PatchHandle.{(*call.blocks, 'options')[0]}: expected no output_processor, or one "
+        "that calls compute_language_model_loss, got one that goes around the patch"
+    )
 
 
 def _process(processor: object, running: ForwardState, **given: object) -> object:

@@ -219,6 +219,18 @@ def say_unfused(reason: str, tp_group: ProcessGroup | None) -> None:
         logger.warning("not fused, the logits are materialized: %s", reason)
 
 
+def say_unchecked(tokens: str, labels: str) -> None:
+    """One log line that labels are not compared with the tokens of their call."""
+    if "check_labels" not in _said:
+        _said.add("check_labels")
+        logger.warning(
+            "check_labels: expected input_ids of the %s' shape in the same call, got %s: the "
+            "labels of such calls are not checked (a later pipeline stage, or decoder_input)",
+            labels,
+            tokens,
+        )
+
+
 def say_left_out(reason: str) -> None:
     """One log line that a loss which someone put on the model is not called."""
     if reason not in _said:

@@ -49,7 +49,8 @@ def logprob_output_processor(
 
     `context` is a `LogprobConfig`; None reads the model's config. The output layer is called as a
     module, so that its hooks run. Under the combined 1F1B schedule (`build_schedule_plan`) with
-    output="loss" alone; a patched model gives its TokenStats there, too.
+    output="loss" alone; a patched model gives its TokenStats there, too. In a call of a patched
+    model the patch's settings do not count, and in a block of its `PatchHandle` the call raises.
 
     Raises:
         ValueError: a context that is not a LogprobConfig, or that a processor cannot honor:

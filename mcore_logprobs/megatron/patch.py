@@ -10,6 +10,7 @@ the module runs its hooks, which drive the distributed optimizer's parameter gat
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -19,6 +20,9 @@ from mcore_logprobs.megatron.handle import PatchHandle, check_own_loss
 from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
 from mcore_logprobs.megatron.heads import find_language_models, has_head, say_padding
 from mcore_logprobs.spelling import suggesting
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
 
 
 @suggesting
@@ -39,8 +43,9 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
     if never patched; with `logits="lazy"` it returns a `LazyLogits`. Multi-token prediction keeps
     its own losses. With `mtp="off"` calls with labels leave it out.
 
-    Patching again with an equal config returns another handle on the same patch, whose `with`
-    block leaves the outer patch in place. Patching with another config raises. Some heads and calls
+    Patching again with an equal config returns another handle on the same patch, whose `with` block
+    leaves the outer patch in place; if the model has another output layer since, such as one with
+    an adapter, the patch goes over to it. Patching with another config raises. Some heads and calls
     cannot be fused: a hook on the output layer, `runtime_gather_output=True` or an adapter of an
     unknown kind. The logits are then computed, and one log line says why. `fused="require"` raises
     instead, here or in the call.
@@ -48,8 +53,9 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
     The head multiplies and rounds as its layer does. Under autocast it multiplies in autocast's
     dtype. If the layer has an `output_dtype`, the logits are rounded to it.
 
-    T5Model and BertModel call their labels `lm_labels`. A BertModel returns a pair, whose first
-    part is replaced. Its labels are not the next tokens, so `check_labels` is refused.
+    T5Model and BertModel call their labels `lm_labels`. Megatron's datasets for them put -1 where
+    nothing counts: set `ignore_index=-1`. A BertModel returns a pair, whose first part is replaced.
+    Its labels are not the next tokens, so `check_labels` is refused.
 
     A model class with a `compute_language_model_loss` of its own is called with real logits under
     `output="loss"`, and refused under `output="stats"`; so is one for which it was replaced on
@@ -65,8 +71,9 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
         ValueError: on every stage: no language model found; settings that are not a LogprobConfig,
             misspelled on `model.config` or not supported yet; a head that cannot be fused under
             `fused="require"`; a loss of the model's own that the settings would leave out. On the
-            head's stage: already patched with another config; a vocab_size, invariant_segments or
-            check_labels that the model cannot have. Nothing is patched then.
+            head's stage, with `fused="require"` on every stage: already patched with another
+            config; a vocab_size, invariant_segments or check_labels that the model cannot have.
+            Nothing is patched then.
     """
     return _patched(model, config, _of_all_stages)
 
@@ -107,30 +114,20 @@ def _patched(
     if config is not None and not isinstance(config, LogprobConfig):
         raise ValueError(f"config: expected a LogprobConfig or None, got {type(config).__name__}")
     heads = []
-    settings = config
-    reason = ""
-    for language_model in find_language_models(model):
-        settings = config or LogprobConfig.from_transformer_config(language_model.config)
-        check_own_loss(language_model, settings)
-        if not has_head(language_model):
-            continue
-        head = patch_of(language_model)
-        is_ours = head is None or head.config != settings
-        if head is None:
-            head = HeadPatch(language_model, settings)
-        elif is_ours and not head.can_lend:
-            theirs, ours = head.config.as_dict(), settings.as_dict()
-            differ = [k for k in ours if ours[k] != theirs[k]]
-            raise ValueError(
-                f"{type(language_model).__name__} is patched already: expected "
-                + ", ".join(f"{k}={theirs[k]!r}" for k in differ)
-                + ", got "
-                + ", ".join(f"{k}={ours[k]!r}" for k in differ)
-                + "; call unpatch_model first"
-            )
-        why = head.check(settings)
-        reason = reason or why
-        heads.append((head, is_ours))
+    settings, reason = config, ""
+    try:
+        for language_model in find_language_models(model):
+            settings = config or LogprobConfig.from_transformer_config(language_model.config)
+            check_own_loss(language_model, settings)
+            if has_head(language_model):
+                head, is_ours = _head_patch(language_model, settings)
+                why = head.check(settings)
+                reason = reason or why
+                heads.append((head, is_ours))
+    except ValueError as error:
+        if settings is not None and settings.fused == "require":
+            reasons_of(model, str(error))  # the other stages wait there
+        raise
     assert settings is not None
     if settings.fused == "require":
         for why in reasons_of(model, reason):
@@ -148,6 +145,32 @@ def _patched(
             head.remove()
         raise
     return PatchHandle(model, heads, settings)
+
+
+def _head_patch(language_model: LanguageModule, settings: LogprobConfig) -> tuple[HeadPatch, bool]:
+    """(the patch of a head, which may be on already; whether the settings are another's than its).
+
+    One that is on goes over to the output layer that the model has now.
+
+    Raises:
+        ValueError: it is on with settings that it may not change.
+    """
+    head = patch_of(language_model)
+    if head is None:
+        return HeadPatch(language_model, settings), True
+    is_ours = head.config != settings
+    if is_ours and not head.can_lend:
+        theirs, ours = head.config.as_dict(), settings.as_dict()
+        differ = [k for k in ours if ours[k] != theirs[k]]
+        raise ValueError(
+            f"{type(language_model).__name__} is patched already: expected "
+            + ", ".join(f"{k}={theirs[k]!r}" for k in differ)
+            + ", got "
+            + ", ".join(f"{k}={ours[k]!r}" for k in differ)
+            + "; call unpatch_model first"
+        )
+    head.follow_layer()
+    return head, is_ours
 
 
 @suggesting

@@ -121,6 +121,20 @@ def settings_of_a_patch() -> None:
             with pytest.raises(ValueError, match=message):
                 call(labels, check_labels=True, **settings)
         call(batch["labels"], logits="lazy")
+        with patch_gpt_model(model, LogprobConfig(temperature=0.5)) as handle:
+            call(batch["labels"])  # with the context's settings
+            for block in (handle.also(topk=3), handle.options(temperature=2.0)):
+                with block, pytest.raises(ValueError, match="one that goes around the patch"):
+                    call(batch["labels"])
+
+            def around(*, hidden_states: Any, **given: Any) -> Any:
+                return hidden_states.sum()
+
+            with (
+                handle.policy_loss(lambda logprobs, entropy: -logprobs),
+                pytest.raises(ValueError, match="policy_loss: expected no output_processor"),
+            ):
+                model(**batch["inputs"], labels=batch["labels"], output_processor=around)
 
 
 def test_settings_of_a_patch(ranks):

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,14 @@ def test_flags_can_be_added_twice():
 def test_hook_refuses_what_it_cannot_read(wrong):
     with pytest.raises(ValueError, match="expected a LogprobConfig"):
         logprob_model_hook(wrong)
+
+
+def test_a_hook_reads_what_megatron_makes_of_a_yaml_file():
+    """`--yaml-cfg` gives a `types.SimpleNamespace`."""
+    with pytest.raises(ValueError, match=r"LogprobConfig.temperature: .* got -1.0"):
+        logprob_model_hook(SimpleNamespace(logprob_temperature=-1.0))([])
+    with pytest.raises(ValueError, match="add_logprob_args"):
+        logprob_model_hook(SimpleNamespace(hidden_size=4))([])
 
 
 def test_a_namespace_without_the_flags_raises():

@@ -90,6 +90,45 @@ CASES = {
 }
 
 
+def hooked_since() -> None:
+    with megatron():
+        model, config = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB), LogprobConfig()
+        handle = patch_gpt_model(model, config)
+        assert handle.reports == [(True, "")]
+        model.output_layer.register_forward_hook(lambda module, args, output: None)
+        (report,) = patch_gpt_model(model, config).reports
+        assert "a forward hook" in report.reason
+
+
+def test_a_second_patch_reports_the_head_as_it_is(ranks):
+    ranks(1).run(hooked_since)
+
+
+def refused_by_its_settings() -> list[str]:
+    """What a stage says to settings that the head's stage alone refuses, and to others after it."""
+    said = []
+    with megatron(pp=2):
+        model = mm.build_gpt_model(
+            tiny_config(pipeline_dtype=torch.float32), vocab_size=VOCAB, tied=False
+        )
+        for settings in ({"vocab_size": 5000}, {}, {"entropy": True}):
+            try:
+                patch_gpt_model(model, LogprobConfig(**settings, fused="require"))
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_settings_that_a_stage_refuses_are_told_to_all(ranks):
+    """Under fused="require" the other stages wait for what it reports."""
+    first, last = ranks(2).run(refused_by_its_settings, timeout=30)
+    assert last[0].startswith("vocab_size: expected 1 to 96")
+    assert last[2].startswith("GPTModel is patched already: expected entropy=False")
+    assert first == [f"fused='require', but {last[0]}", "", f"fused='require', but {last[2]}"]
+    assert last[1] == ""
+
+
 def fall_back(tp: int, case: str) -> dict[str, Any]:
     """Patched against Megatron's loss on the same odd head."""
     change, reason = CASES[case]

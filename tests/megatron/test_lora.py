@@ -87,6 +87,35 @@ class LoRALinear(nn.Module):
         return (out + self.adapter(x) if self._adapter_enabled else out), bias
 
 
+def lora_put_on_a_patched_model() -> None:
+    """The log line says: patch the model again."""
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+        batch, config = make_batch(parallel_state), LogprobConfig(fused="require")
+        before, base = dict(vars(model)), model.output_layer
+        with patch_gpt_model(model, config) as outer:
+            model.output_layer = LoRALinear(base, ParallelLinearAdapter(base))
+            with pytest.raises(ValueError, match="patch the model again"):
+                model(**batch["inputs"], labels=batch["labels"])
+            with outer.options(temperature=0.5), patch_gpt_model(model, config) as again:
+                assert again.active
+                stats = model(**batch["inputs"], labels=batch["labels"])
+            assert "forward" not in vars(base)
+            assert "forward" in vars(model.output_layer)
+            logits = model(**batch["inputs"]) / 0.5
+            expected = logits.log_softmax(-1).gather(-1, batch["labels"].clamp(min=0)[..., None])
+            counted = batch["labels"] != -100
+            torch.testing.assert_close(stats.logprobs[counted], expected[..., 0][counted])
+        assert not outer.active
+        assert "forward" not in vars(model.output_layer)
+        model.output_layer = base
+        assert dict(vars(model)) == before
+
+
+def test_a_lora_put_on_a_patched_model(ranks):
+    ranks(1).run(lora_put_on_a_patched_model)
+
+
 def build(tp: int, *, sequence_parallel: bool = False, dropout: float = 0.0, **config: Any) -> Any:
     """A tiny GPT with frozen layers and a LoRA on its head."""
     made = tiny_config(tp, sequence_parallel=sequence_parallel, **config)

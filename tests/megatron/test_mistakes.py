@@ -7,6 +7,8 @@ import logging
 import sys
 import types
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -82,24 +84,45 @@ def unshifted_labels() -> None:
                 model(**inputs, labels=ids)
 
 
-def padding_that_counts() -> list[str]:
-    """With Megatron-LM's tokenizer smaller than the head; the log lines of two patches."""
+def labels_without_their_inputs() -> list[str]:
+    """The log lines of two calls of a language model that is given embeddings."""
+    with megatron() as parallel_state, said() as lines:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        inputs = make_batch(parallel_state)["inputs"]
+        ids = inputs["input_ids"]
+        embedded = model.embedding(ids, inputs["position_ids"])
+        with patch_model(model, LogprobConfig(check_labels=True)):
+            for _ in range(2):
+                model(None, None, None, decoder_input=embedded, labels=ids)
+    return lines
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """The log lines from here on, each as if it were said for the first time."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mcore_logprobs").addHandler(handler)
+    heads._said.clear()
+    try:
+        yield lines
+    finally:
+        logging.getLogger("mcore_logprobs").removeHandler(handler)
+
+
+def padding_that_counts() -> list[str]:
+    """With Megatron-LM's tokenizer smaller than the head; the log lines of two patches."""
     held = "megatron.training.global_vars"
     before = sys.modules.get(held)
     tokenizer = types.SimpleNamespace(vocab_size=VOCAB - 6)
     sys.modules[held] = types.SimpleNamespace(_GLOBAL_TOKENIZER=tokenizer)  # type: ignore[assignment]
-    heads._said.clear()
     try:
-        with megatron():
+        with megatron(), said() as lines:
             model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
             for size in (VOCAB - 6, None, None):
                 patch_model(model, LogprobConfig(vocab_size=size)).remove()
     finally:
-        logging.getLogger("mcore_logprobs").removeHandler(handler)
         if before is None:
             del sys.modules[held]
         else:
@@ -110,6 +133,14 @@ def padding_that_counts() -> list[str]:
 @pytest.mark.parametrize("check", [mistakes, unshifted_labels], ids=lambda f: f.__name__)
 def test_mistakes(ranks, check):
     ranks(1).run(check)
+
+
+def test_labels_that_are_not_checked_are_said_once(ranks):
+    (lines,) = ranks(1).run(labels_without_their_inputs)
+    assert lines == [
+        "check_labels: expected input_ids of the labels' shape in the same call, got none: the "
+        "labels of such calls are not checked (a later pipeline stage, or decoder_input)"
+    ]
 
 
 def test_padding_that_is_counted_is_said_once(ranks):
