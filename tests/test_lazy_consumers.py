@@ -15,6 +15,7 @@ from mcore_logprobs.kernels import budgets
 from tests.engine.cases import BUDGETS
 from tests.helpers.lazy import Seen, lazy_logits
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
+from tests.ops import EVERY_STATISTIC, FLAGS
 
 S, B, H, V = 6, 2, 7, 18  # 6 tokens: sequence parallelism over 1, 2 and 3 ranks
 N = S * B
@@ -435,6 +436,17 @@ def test_a_rank_that_nobody_asked_for() -> None:
     first, second = (labels(seed, lazy.shape[:-1]) for seed in (1, 2))
     ours.vocab_parallel_target_rank(lazy, first)
     assert ours.vocab_parallel_token_stats(lazy, second).target_rank is None
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_statistics_that_another_consumer_asked_for(gradient: bool) -> None:
+    lazy = lazy_logits(torch.randn(S, B, H, requires_grad=gradient), torch.randn(V, H))
+    target = labels(1, lazy.shape[:-1])
+    everything = ours.vocab_parallel_token_stats(lazy, target, **EVERY_STATISTIC)
+    assert all(getattr(everything, name) is not None for name in FLAGS)
+    nothing = ours.vocab_parallel_token_stats(lazy, target)
+    assert all(getattr(nothing, name) is None for name in FLAGS)
+    torch.testing.assert_close(nothing.logprobs, everything.logprobs)
 
 
 @pytest.mark.parametrize("vocab_size", [V - 1, V // 2, 1])

@@ -202,10 +202,5 @@ def joint_statistics(
         results = known.results
     else:
         results = known.results if local_target is None else known.join(source, local_target)
-    asked = results._replace(
-        entropy=results.entropy if spec.entropy else None,
-        target_rank=results.target_rank if spec.rank else None,  # else of another's targets
-        sum_pi_squared=results.sum_pi_squared if spec.sum_pi_squared else None,
-    )
     # Copies: a caller may write into what it gets, and the next one joins the pass.
-    return asked.map(lambda x: x.view(shape).clone())
+    return results.asked_by(spec).map(lambda x: x.view(shape).clone())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,12 +14,11 @@ from torch import Tensor
 from benchmarks.tiled_forward import TileConfig, tiled_row_stats
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels import triton as triton_backend
-from mcore_logprobs.kernels.chunk import Chunk, times_multiplier
-from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, by_name, merge
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
 from mcore_logprobs.kernels.triton import common, gradient
 from mcore_logprobs.kernels.triton.statistics import launch_stats
 from tests.helpers.covering import covering
-from tests.helpers.oracles import assert_no_worse
 from tests.kernels.common import (
     DEVICE,
     DTYPES,
@@ -37,6 +35,7 @@ from tests.kernels.common import (
     row_stats,
     setting_id,
 )
+from tests.kernels.gradients import check_gradient, make_terms
 from tests.kernels.interpreter import interpreted
 
 BF16, FP16, FP32 = DTYPES
@@ -58,49 +57,6 @@ def check_statistics(chunk: Chunk, spec: StatsSpec = EVERYTHING, *, ulps: float 
     return got
 
 
-def make_terms(chunk: Chunk, spec: StatsSpec, entries: int | None = None) -> GradientTerms:
-    """Of one entry per row, the target, or of several, some twice and some that are none.
-
-    Nothing is asked of every fifth row from the third on.
-    """
-    rows = len(chunk.logits)
-    column = make_target(rows, chunk.valid, chunk.logits).unsqueeze(1)
-    if entries is not None:
-        column = torch.randint(chunk.valid, (rows, entries), device=DEVICE)
-        column[:, 1::3] = column[:, :1]
-        column[:, 2::5] = -1
-    upstream = torch.randn(column.shape, device=DEVICE)
-    coef = torch.randn(len(spec.coefficients), rows, device=DEVICE)
-    coef[:, 2::5] = upstream[2::5] = 0.0
-    column, upstream = (x.t().contiguous().t() for x in (column, upstream))  # strided
-    x = doubled(chunk).unscaled()
-    shift = x.amax(-1) if rows else torch.zeros(0, device=DEVICE)
-    shift = torch.where(shift.isneginf(), 0.0, shift).float()
-    below = times_multiplier(x - shift.unsqueeze(-1), chunk.processing.multiplier)
-    total = below.exp().sum(-1).clamp(min=1.0)
-    for name, row in by_name(spec.coefficients, coef).items():
-        row /= {"finite": 1.0, "squares": total**2}.get(name, total)
-    return GradientTerms(column, upstream, shift, coef, spec)
-
-
-def check_gradient(chunk: Chunk, terms: GradientTerms, out: Tensor, *, inplace: bool = False):
-    """Written into out; inplace: and over the logits, too."""
-    rows = None if terms.row_max is None else terms.row_max.double()
-    coef = None if terms.coef is None else terms.coef.double()
-    wide = terms._replace(upstream=terms.upstream.double(), row_max=rows, coef=coef)
-    exact = torch.full(out.shape, torch.nan, dtype=torch.float64, device=DEVICE)
-    reference.grad(doubled(chunk), wide, out=exact, chunk_size=16)
-    plain = torch.full_like(out, torch.nan)
-    reference.grad(chunk, terms, out=plain, chunk_size=16)
-    copy = chunk.logits.clone()
-    for source, written in ((chunk.logits, out), *([(copy, copy)] if inplace else ())):
-        triton_backend.grad(replace(chunk, logits=source), terms, out=written)
-        assert_no_worse(written, plain, exact, name="gradient")
-        assert (written[:, chunk.valid :] == 0).all()
-        assert (written[2::5] == 0).all()
-    return out
-
-
 def check(chunk: Chunk, *, out: str = "fresh", ulps: float = 4.0) -> None:
     """Statistics and gradients, of one entry per row and of several, alone and with statistics."""
     check_statistics(chunk, ulps=ulps)
@@ -109,9 +65,13 @@ def check(chunk: Chunk, *, out: str = "fresh", ulps: float = 4.0) -> None:
     fresh = fresh.to(DEVICE)
     written = lay_out(fresh, out) if out == "wide" else fresh
     one, several = (make_terms(chunk, EVERYTHING, entries) for entries in (None, 5))
-    check_gradient(chunk, one, written)
-    check_gradient(chunk, several, written.fill_(torch.nan), inplace=dtype == fresh.dtype)
-    check_gradient(chunk, several._replace(row_max=None, coef=None), written.fill_(torch.nan))
+    check_gradient(triton_backend, chunk, one, written)
+    check_gradient(
+        triton_backend, chunk, several, written.fill_(torch.nan), inplace=dtype == fresh.dtype
+    )
+    check_gradient(
+        triton_backend, chunk, several._replace(row_max=None, coef=None), written.fill_(torch.nan)
+    )
 
 
 # Rows and columns: a part of a tile; a masked tile and some columns more; one whole tile; several
@@ -159,7 +119,7 @@ def test_one_coefficient_alone_is_something_that_is_asked(entries: int | None) -
         of_coefficient[row] = 0.5 + row
     upstream = terms.upstream if entries else torch.zeros_like(terms.upstream)
     out = torch.full_like(chunk.logits, torch.nan)
-    check_gradient(chunk, terms._replace(coef=coef, upstream=upstream), out)
+    check_gradient(triton_backend, chunk, terms._replace(coef=coef, upstream=upstream), out)
 
 
 @pytest.mark.parametrize("wanted", [{}, *({name: True} for name in vars(EVERYTHING))], ids=str)
@@ -167,7 +127,9 @@ def test_one_coefficient_alone_is_something_that_is_asked(entries: int | None) -
 def test_each_statistic_alone(wanted):
     chunk, spec = make_chunk(make_logits(4, 300, BF16, "holes"), 290), StatsSpec(**wanted)
     check_statistics(chunk, spec)
-    check_gradient(chunk, make_terms(chunk, spec), torch.full_like(chunk.logits, torch.nan))
+    check_gradient(
+        triton_backend, chunk, make_terms(chunk, spec), torch.full_like(chunk.logits, torch.nan)
+    )
 
 
 @interpreted
@@ -194,7 +156,7 @@ def test_several_programs_write_a_row():
             splits, _ = common.span_plan(4200, gradient._TILE_BYTES // dtype.itemsize)
             assert splits == 2
             out = torch.full_like(chunk.logits, torch.nan)
-            check_gradient(chunk, make_terms(chunk, EVERYTHING), out)
+            check_gradient(triton_backend, chunk, make_terms(chunk, EVERYTHING), out)
 
 
 @interpreted
@@ -203,7 +165,7 @@ def test_more_entries_than_a_program_writes_and_none():
     chunk = make_chunk(make_logits(2, 300, FP16), 290)
     for entries in (130, 0):
         terms = make_terms(chunk, EVERYTHING, entries)
-        check_gradient(chunk, terms, torch.full_like(chunk.logits, torch.nan))
+        check_gradient(triton_backend, chunk, terms, torch.full_like(chunk.logits, torch.nan))
 
 
 @interpreted
@@ -221,7 +183,7 @@ def test_rows_far_apart_that_share_memory_and_none_at_all():
     far = lay_out(make_logits(4, 300, BF16), "far")
     check_statistics(make_chunk(far))
     terms = make_terms(make_chunk(far), EVERYTHING)
-    check_gradient(make_chunk(far), terms, far_rows(4, 300, BF16))
+    check_gradient(triton_backend, make_chunk(far), terms, far_rows(4, 300, BF16))
     check_statistics(make_chunk(make_logits(1, 300, FP32).expand(3, -1)))
     for width in (1, 300):
         check(make_chunk(make_logits(1, width, BF16)))
@@ -282,7 +244,7 @@ def test_smoothing_reaches_every_finite_column_however_unlikely():
     logits[:, 7], logits[:, 8] = -3e4, -torch.inf
     chunk = make_chunk(logits)
     terms = make_terms(chunk, StatsSpec(smoothing=True))
-    out = check_gradient(chunk, terms, torch.full_like(logits, torch.nan))
+    out = check_gradient(triton_backend, chunk, terms, torch.full_like(logits, torch.nan))
     assert (out[:, 7] != 0).all()
     assert (out[:, 8] == 0).all()
 
