@@ -359,10 +359,8 @@ class Call:
     @property
     def wants_only_loss(self) -> bool:
         """Whether nothing but a loss of each token is asked for."""
-        asked = (self.policy, self.mapped, self.rows, self.kept, self.teacher, self.draw)
-        if self.also is not None:
-            return False
-        return self.config.output == "loss" and all(x is None for x in asked)
+        more = self.rows is not None or set(self.blocks) - {"targets"}
+        return self.config.output == "loss" and not more
 
     @property
     def unseen(self) -> str:

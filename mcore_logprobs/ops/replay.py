@@ -160,7 +160,7 @@ class _SavedRecord(NamedTuple):
 
     row_max: Tensor
     log_sum: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
     finite: Tensor
 
 
@@ -211,10 +211,10 @@ class _RecordedLogits:
         counted = self._operation.counted(self._tensors)
         logprobs = torch.where(counted, logprobs, 0.0)
         entropy = results.entropy
-        saved = softmax.log_sum if entropy is None else entropy
+        saved = _SavedRecord(softmax.row_max, softmax.log_sum, entropy, finite)
         if entropy is not None:
             entropy = torch.where(counted, entropy, 0.0)
-        return logprobs, entropy, _SavedRecord(softmax.row_max, softmax.log_sum, saved, finite)
+        return logprobs, entropy, saved
 
 
 class _ReplayForward(Forward):
@@ -292,8 +292,8 @@ class _RecordedGradient(Backward):
     ) -> None:
         self._multiplier, self._saved = source.processing.multiplier, saved
         self.parts, self._next = parts, iter(parts)
-        *_, row, self._local_ids, self._hit = tensors
-        self._row = _rows_of_walk(source, row)
+        *_, row, self._local_ids, self.hit = tensors
+        self.row = _rows_of_walk(source, row)
         asked = counted & saved.finite
         self._upstream = [
             None if x is None else torch.where(asked, x, 0.0).to(saved.row_max.dtype)
@@ -301,22 +301,18 @@ class _RecordedGradient(Backward):
         ]
 
     def entries_of(self, part: slice) -> LogitIndices:
-        return LogitIndices(self._row[part], self._local_ids[part])
+        return LogitIndices(self.row[part], self._local_ids[part])
 
     def at(self, tile: Tile) -> tuple[LogitIndices, Tensor]:
         part = next(self._next)
         entries = self.entries_of(part)
         return entries, self.of_logits(part, tile.unscaled_logits(entries))
 
-    def rows_and_hits(self, part: slice) -> tuple[Tensor, Tensor]:
-        return self._row[part], self._hit[part]
-
     def of_logits(self, part: slice, x: Tensor) -> Tensor:
         """The gradient of processed logits whose unscaled ones are x, `[e]` each."""
-        row, hit = self._row[part], self._hit[part]
-        row_max, log_sum, entropy, _ = (numbers[row] for numbers in self._saved)
-        below = times_multiplier(x - row_max, per_row(self._multiplier, row))
-        log_p = below - log_sum
+        row, hit, saved = self.row[part], self.hit[part], self._saved
+        below = times_multiplier(x - saved.row_max[row], per_row(self._multiplier, row))
+        log_p = below - saved.log_sum[row]
         p = log_p.exp()
         g, h = (None if x is None else x[row] for x in self._upstream)
         dz = torch.zeros_like(p)
@@ -324,6 +320,8 @@ class _RecordedGradient(Backward):
         if g is not None:
             dz += torch.where(g != 0, g * (hit.to(g.dtype) - p), 0.0)
         if h is not None:
+            assert saved.entropy is not None
+            entropy = saved.entropy[row]
             dz -= torch.where(h != 0, h * p * (log_p.clamp(min=LOG_ZERO) + entropy), 0.0)
         return dz
 
@@ -351,7 +349,7 @@ class _FullReplayGradient(LogitGradient):
 
     def _full_at(self, part: slice, x: Tensor) -> Tensor:
         """The whole distribution's part, as `kernels.reference.grad` writes it, `[e]`."""
-        row, hit = self._kept.rows_and_hits(part)
+        row, hit = self._kept.row[part], self._kept.hit[part]
         _, upstream, row_max, coef, spec = self.terms
         assert row_max is not None
         assert coef is not None

@@ -271,11 +271,10 @@ class EntryGradient(LogitGradient):
     def __init__(self, source: Source, local_ids: Tensor, upstream: Tensor) -> None:
         super().__init__(source, GradientTerms(local_ids, upstream, None, None, StatsSpec()))
         self.takes = "entries" if source.recomputed else "blocks"
-        self._local_ids, self._upstream = local_ids, upstream
 
     def at(self, tile: Tile) -> tuple[LogitIndices, Tensor]:
-        upstream = self._upstream[tile.rows].reshape(-1)
-        return grid_entries(self._local_ids, tile.rows), upstream
+        upstream = self.terms.upstream[tile.rows].reshape(-1)
+        return grid_entries(self.terms.columns, tile.rows), upstream
 
 
 def grid_entries(local_ids: Tensor, rows: slice) -> LogitIndices:
