@@ -62,6 +62,9 @@ class PrefixTree:
         Raises:
             ValueError: no branch, one without integer ids, one that is not one-dimensional.
         """
+        if not hasattr(branches, "__len__"):
+            got = type(branches).__name__
+            raise ValueError(f"branches: expected a sequence of sequences of ids, got {got}")
         if len(branches) == 0:  # a tensor [b, length] is as good as a list of its rows
             raise ValueError("branches: expected at least one sequence, got none")
         tokens: list[int] = []

@@ -77,6 +77,7 @@ def test_mistakes() -> None:
     ids = torch.tensor([1, 2, 3])
     for match, make in (
         ("at least one sequence", lambda: PrefixTree.from_branches([])),
+        ("a sequence of sequences of ids, got int", lambda: PrefixTree.from_branches(3)),
         (r"branches\[1\]", lambda: PrefixTree.from_branches([[1], []])),
         (r"branches\[0\]", lambda: PrefixTree.from_branches([torch.ones(2, 2).long()])),
         ("multiple", lambda: PrefixTree.from_branches([[1]], multiple=0)),

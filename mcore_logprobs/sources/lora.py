@@ -51,7 +51,8 @@ def check_lora(
     """
     name, form = f"{prefix}lora", "(A [r, h], B [V/TP, r], scale)"
     if not isinstance(lora, tuple) or len(lora) != 3:
-        got = f"{len(lora)} values" if isinstance(lora, (tuple, list)) else type(lora).__name__
+        count = f" of {len(lora)} values" if isinstance(lora, (tuple, list)) else ""
+        got = type(lora).__name__ + count
         raise ValueError(f"{name}: expected a tuple {form}, got {got}")
     a, b, scale = lora
     for part, tensor in (("A", a), ("B", b)):

@@ -44,6 +44,7 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
     "bias": [(lambda b: b[1:], "bias: expected shape"), (Tensor.half, "bias: expected")],
     "lora": [
         ((1.0,), "lora: expected a tuple"),
+        ([1.0, 2.0, 3.0], "got list of 3 values"),
         (lambda lora: lora[0], "got Tensor"),
         (lambda lora: lora[:2], "2 values"),
         *(
