@@ -248,7 +248,6 @@ def later_reasons(tp: int) -> None:
         def check(reason: str, undo: Any, same: bool = True, **call: Any) -> None:
             with pytest.raises(ValueError, match=reason):
                 step(model, batch, **call)
-            handle = patch_model(model, LogprobConfig(fused="require"))
             with handle.options(fused=True), log_lines() as lines:
                 for _ in range(2):
                     got, grads = step(model, batch, **call)
@@ -261,14 +260,14 @@ def later_reasons(tp: int) -> None:
             undo()
             unpatch_model(model)
 
-        patch_model(model, LogprobConfig(fused="require"))
+        handle = patch_model(model, LogprobConfig(fused="require"))
         check("runtime_gather_output", lambda: None, runtime_gather_output=True)
 
-        patch_model(model, LogprobConfig(fused="require"))
+        handle = patch_model(model, LogprobConfig(fused="require"))
         hook = layer.register_full_backward_hook(lambda *args: None)
         check("backward hooks", hook.remove)
 
-        patch_model(model, LogprobConfig(fused="require"))
+        handle = patch_model(model, LogprobConfig(fused="require"))
         model.output_layer = LoRAHead(layer)
 
         def take_out() -> None:
@@ -276,7 +275,7 @@ def later_reasons(tp: int) -> None:
 
         check("adapter", take_out, same=False)
 
-        patch_model(model, LogprobConfig(fused="require"))
+        handle = patch_model(model, LogprobConfig(fused="require"))
         patched, layer.forward = layer.forward, lambda *a, **k: patched(*a, **k)
 
         def put_back() -> None:
