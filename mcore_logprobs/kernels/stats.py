@@ -173,7 +173,7 @@ class RowResults(NamedTuple):
         return RowResults(*[None if x is None else function(x) for x in self])
 
     def asked_by(self, spec: StatsSpec) -> RowResults:
-        """None in place of what a spec does not ask for."""
+        """None instead of what a spec does not ask for."""
         flags = {name: {"target_rank": "rank"}.get(name, name) for name in self._fields}
         left_out = [name for name, flag in flags.items() if not getattr(spec, flag, True)]
         return self._replace(**dict.fromkeys(left_out))

@@ -324,8 +324,9 @@ class FIPOLoss(ClippedLoss):
 
 
 def _discounted_ahead(values: Tensor, gamma: float) -> Tensor:
-    """`[..., s]` -> sum over k >= t of gamma^(k - t) values_k, in float64: of one token, of two, of
-    four and so on, until the factor is 0.
+    """`[..., s]` -> sum over k >= t of gamma^(k - t) values_k, in float64.
+
+    Each step doubles the tokens that a sum has, until it has all of them or the next factor is 0.
     """
     ahead, reach = values.double(), 1
     while reach < values.shape[-1] and gamma**reach > 0.0:

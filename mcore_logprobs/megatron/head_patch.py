@@ -64,7 +64,7 @@ Logits = DeferredLogits | LazyLogits | Tensor
 
 
 class _Absent:
-    """In place of an instance attribute that was not there; itself, which a copy has too."""
+    """Stands for an instance attribute that was not there: the class itself, as in a copy."""
 
 
 def patch_of(language_model: object) -> HeadPatch | None:
