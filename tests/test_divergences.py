@@ -29,7 +29,7 @@ from tests.engine import truths
 from tests.helpers.flops import Flops
 from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import assert_no_worse
-from tests.helpers.shards import on_ranks, shard, world_group
+from tests.helpers.shards import on_ranks, shard, world_group, world_rank, world_size
 
 KINDS = ("forward", "reverse", "jsd", "cross_entropy")
 
@@ -459,3 +459,41 @@ def test_a_teacher_s_head_beside_logits_multiplies_no_padding() -> None:
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(gradient[:, :columns], *torch.autograd.grad(expected.sum(), true))
     assert (gradient[:, columns:] == 0).all()
+
+
+def split_beside_given_logits() -> float:
+    """The error of a student whose sequence is split over the ranks, beside a teacher's logits."""
+    count, rank, group = world_size(), world_rank(), world_group()
+    hidden, weight = torch.randn(6, 2, 7), torch.randn(18, 7)
+    teacher = torch.randn(6, 2, 18)
+    with torch.no_grad():
+        got = linear_kl_div(
+            hidden.chunk(count)[rank],
+            weight.chunk(count)[rank],
+            teacher_logits=teacher.chunk(count, -1)[rank],
+            sequence_parallel=True,
+            chunk_size=2,
+            tp_group=group,
+        )
+    log_p, log_q = (hidden @ weight.t()).log_softmax(-1), teacher.log_softmax(-1)
+    return float((got - (log_q.exp() * (log_q - log_p)).sum(-1)).abs().max())
+
+
+def test_a_given_teacher_beside_a_sequence_that_is_split(ranks) -> None:
+    assert max(ranks(2).run(split_beside_given_logits)) < 1e-5
+
+
+def test_an_ignored_id_of_a_top_k_may_be_a_true_one() -> None:
+    student, log_q = torch.randn(2, 18), torch.tensor([[-1.0, -2.0, -3.0]] * 2)
+    ids = torch.tensor([[3, 0, 0], [5, 6, 0]])
+    got = vocab_parallel_topk_kl_div(student, log_q, ids, ignore_index=0)
+    assert torch.equal(got, vocab_parallel_topk_kl_div(student, log_q, ids.where(ids != 0, -100)))
+
+
+def test_a_teacher_s_log_sum_exp_may_be_rounded() -> None:
+    """Nearly all of the probability is in its top k: rounded, the sum says more than all."""
+    teacher = 2.0 * torch.randn(8, 12) + 301.0
+    teacher[:, 0] += 40.0
+    lse, (values, ids) = teacher.logsumexp(-1), teacher.topk(3)
+    for of_teacher in (lse, lse.bfloat16()):
+        vocab_parallel_topk_kl_div(torch.randn(8, 12), values, ids, teacher_lse=of_teacher)

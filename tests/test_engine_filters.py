@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import mcore_logprobs as ml
-from mcore_logprobs.ops import sampling_cut
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.ops import sampling_cut, sampling_search
+from mcore_logprobs.sources.given import given_logits
 
 ROWS, VOCAB = 20, 151
 FILTERS = [
@@ -111,3 +113,37 @@ def test_rows_that_tie_at_the_kth_place_are_not_searched(
     kept = vllm(z.float(), 1.0, min_p=0.0, **filters)
     expected = z.double().masked_fill(~kept, -torch.inf).log_softmax(-1)
     assert torch.allclose(got.double(), expected.gather(-1, target.unsqueeze(-1)).squeeze(-1))
+
+
+@pytest.mark.parametrize("more", [{}, {"top_k": 1500}, {"top_p": 0.99}], ids=str)
+def test_more_tokens_above_the_floor_than_candidates(more: dict[str, float]) -> None:
+    """What lies below it is kept by no other filter, and gets no gradient."""
+    z = torch.randn(2, 3000) * 0.1
+    z[:, torch.randperm(3000)[:200]] += 5.0
+    z.requires_grad_()
+    below = z < z.amax(-1, keepdim=True) + math.log(0.2)
+    target = z.argmax(-1)
+    got = ml.vocab_parallel_sampling_logprobs(z, target, min_p=0.2, **more)
+    (grad,) = torch.autograd.grad(got.sum(), z)
+    assert not grad[below].any()
+    if "top_p" not in more:
+        expected = z.double().masked_fill(below, -torch.inf).log_softmax(-1)
+        expected = expected.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tie_that_is_computed_again_below_the_cut_keeps_its_gradient() -> None:
+    """The last of equal logits that top-p keeps, an ulp lower in the backward."""
+    z = torch.tensor([[3.0, 2.0, 2.0, -5.0]])
+    column, keep = torch.tensor([1]), torch.tensor([True])
+    options = sampling_search.FilterOptions(VocabShard.of(4, None, None), 1.0, None, 0.7)
+    source = given_logits(z)
+    local_sum = (z - 3.0).exp().sum(-1)
+    cut = sampling_cut.find_cut(source, list(source.chunks()), local_sum, column, keep, options)
+    assert (cut.limit.item(), cut.last.item()) == (2.0, 1)
+    saved = sampling_cut.SavedCut.of(cut)
+    gradient = sampling_cut.CutGradient(torch.tensor([0.7]), keep, column, saved, options)
+    again = torch.nextafter(z, torch.tensor(-torch.inf))
+    found = gradient.of_logits(again, slice(0, 1))[0, 1]
+    p = torch.softmax(z[0, :2].double(), 0)[1]
+    torch.testing.assert_close(found.double(), 0.7 * (1.0 - p), rtol=1e-6, atol=0.0)

@@ -473,3 +473,30 @@ def no_ids_under_sequence_parallelism(chunk_size: int | None) -> tuple[torch.Siz
 def test_no_ids_under_sequence_parallelism(ranks, chunk_size) -> None:
     for found in ranks(2).run(no_ids_under_sequence_parallelism, chunk_size):
         assert found == ((8, 2, 0), (8, 2, 0))
+
+
+@pytest.mark.parametrize("spoilt", ["hidden", "weight"])
+def test_an_entry_without_an_upstream_leaves_nothing_of_what_is_spoilt(spoilt: str) -> None:
+    tensors = {"hidden": torch.randn(4, 6), "weight": torch.randn(9, 6)}
+    tensors[spoilt][2] = torch.nan
+    hidden, weight = (x.requires_grad_() for x in tensors.values())
+    ids = torch.tensor([[0, 1], [3, 4], [2, 5], [6, 7]])
+    upstream = torch.linspace(0.5, 2.0, 8).view(4, 2)
+    upstream[2] = 0.0  # the spoilt row, and the only place of the spoilt id
+    values = linear_gather(hidden, weight, ids)
+    of_hidden, of_weight = torch.autograd.grad(values, (hidden, weight), upstream)
+    assert of_hidden.isfinite().all()
+    assert of_weight.isfinite().all()
+    assert not of_hidden[2].any()
+
+
+def test_rows_that_are_named_often_are_added_in_float32() -> None:
+    """In bfloat16 a sum of 2,000 equal numbers would end at 256 of them."""
+    hidden, weight = torch.randn(3, 6).bfloat16(), torch.randn(40, 6).bfloat16()
+    rows, target = torch.ones(2000, dtype=torch.int64), torch.full((2000,), 7)
+    low, wide = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    logprobs = linear_token_stats(low, weight, target, rows=rows).logprobs
+    (got,) = torch.autograd.grad(logprobs.sum(), low)
+    one = (wide[1] @ weight.double().t()).log_softmax(-1)[7]
+    (expected,) = torch.autograd.grad(2000 * one, wide)
+    torch.testing.assert_close(got[1].double(), expected[1], rtol=2**-7, atol=0.5)

@@ -357,3 +357,44 @@ def test_weights_are_of_the_mask_s_tokens() -> None:
     assert weights is not None
     torch.testing.assert_close(weights.sum(1), mask.any(1).to(F64))
     assert not weights[~mask].any()
+
+
+def test_a_share_that_rounding_moves_by_one() -> None:
+    entropy = torch.arange(11.0)
+    found = losses.top_entropy_mask(entropy, torch.ones(11, dtype=torch.bool), share=0.7)
+    assert torch.equal(found, (entropy >= 3.0).float())
+
+
+def entropies_with_a_nan() -> Tensor:
+    entropy = torch.tensor([1.0, 2.0, 3.0]) + world_rank()
+    if world_rank() == 1:
+        entropy[0] = torch.nan
+    mask = torch.ones(3, dtype=torch.bool)
+    return losses.top_entropy_mask(entropy, mask, group=world_group())
+
+
+def test_a_nan_of_another_rank_is_seen_on_every_rank(ranks) -> None:
+    for mask in ranks(2).run(entropies_with_a_nan):
+        assert mask.isnan().all()
+
+
+def sequences_that_ranks_count_otherwise() -> None:
+    mask, counts = torch.ones(2, 3, dtype=torch.bool), world_rank() == 0
+    with pytest.raises(ValueError, match="count_empty"):
+        losses.aggregation(mask, mode="sequence", count_empty=counts, group=world_group())
+
+
+def test_ranks_that_count_other_sequences(ranks) -> None:
+    ranks(2).run(sequences_that_ranks_count_otherwise)
+
+
+def test_a_ratio_of_nan_is_not_vetoed_away() -> None:
+    train, rollout = torch.tensor([[-1.0, torch.nan, -20.0]]), torch.full((1, 3), -1.0)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    assert losses.truncated_sequence_weights(train, rollout, mask, veto=1e-4).isnan().all()
+
+
+def test_a_mean_of_many_entropies_in_low_precision() -> None:
+    entropy = torch.full((3001,), 0.2002, dtype=torch.bfloat16)
+    control = losses.AdaptiveEntropy().after(entropy, torch.ones(3001, dtype=torch.bool))
+    assert abs(control.entropy - float(entropy[0])) < 1e-6

@@ -83,6 +83,7 @@ def test_mistakes() -> None:
         ("multiple", lambda: PrefixTree.from_branches([[1]], multiple=0)),
         ("a cycle", lambda: PrefixTree.from_parents(ids, torch.tensor([-1, 2, 1]))),
         ("indices in", lambda: PrefixTree.from_parents(ids, torch.tensor([-1, 3, 1]))),
+        ("indices in", lambda: PrefixTree.from_parents(ids, torch.tensor([-1, -2, 1]))),
         ("tokens' shape", lambda: PrefixTree.from_parents(ids, torch.tensor([-1]))),
         ("integers", lambda: PrefixTree.from_parents(ids.float(), ids)),
         ("tokens: .* torch.bool", lambda: PrefixTree.from_parents(ids > 1, ids - 2)),
@@ -118,3 +119,17 @@ def test_many_branches_are_summed_in_float32() -> None:
     for dtype in (torch.uint8, torch.int32, torch.bool):
         total = tree.sum_of_branches([torch.ones(1, dtype=dtype)] * 1000)
         assert (total.dtype, total.tolist()) == (torch.int64, [1000])
+
+
+def test_padding_is_no_token_of_the_caller_s() -> None:
+    tree = PrefixTree.from_parents(torch.tensor([5, 6, 7]), torch.tensor([-1, 0, 0]), multiple=4)
+    assert tree.order.tolist() == [0, 1, 2, -1]
+
+
+def test_branches_may_be_changed_in_place() -> None:
+    tree = PrefixTree.from_branches([[5, 6, 7], [5, 6, 8, 9]])
+    x = torch.randn(tree.rows.numel(), requires_grad=True)
+    first, second = tree.branches(x * 1.0)
+    first.mul_(2.0)
+    (grad,) = torch.autograd.grad(first.sum() + second.sum(), x)
+    assert grad.sum() == 2 * 2 + 3

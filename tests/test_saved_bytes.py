@@ -26,6 +26,7 @@ from mcore_logprobs.sources import kept
 from tests.helpers.flops import Flops
 from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import finished_logits
+from tests.helpers.shards import world_group, world_rank, world_size
 from tests.kernels.interpreter import interpreted
 from tests.megatron.common import VOCAB, make_batch, megatron, tiny_config
 from tests.ops import EVERY_STATISTIC
@@ -493,3 +494,38 @@ def test_finished_logits_are_what_is_kept() -> None:
     upstream = _upstream().double().masked_fill(head.target < 0, 0.0)
     (exact,) = torch.autograd.grad(at, hidden, upstream)
     assert error([found], [exact]) < 2.0**-8
+
+
+def kept_of_a_split_sequence() -> tuple[int, int]:
+    """(the most bytes of kept logits, the budget), which the rows of two ranks do not fit."""
+    count, rank, group = world_size(), world_rank(), world_group()
+    hidden, weight = torch.randn(16, 1, 8), torch.randn(64, 8)
+    budget = 16 * 32 * 4 - 4  # one chunk is all 16 rows by a rank's 32 columns
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        ml.linear_token_stats(
+            hidden.chunk(count)[rank].clone().requires_grad_(),
+            weight.chunk(count)[rank].clone().requires_grad_(),
+            torch.arange(16).view(16, 1),
+            tp_group=group,
+            sequence_parallel=True,
+            saved_bytes=budget,
+        )
+    return max(x.nbytes for x in saved if x.dim() == 1), budget
+
+
+def test_a_budget_under_sequence_parallelism(ranks: Any) -> None:
+    for most, budget in ranks(2).run(kept_of_a_split_sequence):
+        assert most <= budget
+
+
+def test_segments_keep_no_rounded_logits() -> None:
+    hidden, weight = torch.randn(16, 8).bfloat16(), torch.randn(64, 8).bfloat16()
+    upstream, found = torch.linspace(0.5, 1.5, 16), []
+    for saved_bytes in (0, 1 << 20):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        stats = ml.linear_token_stats(
+            *leaves, torch.arange(16), invariant_segments=2, saved_bytes=saved_bytes
+        )
+        found.append(torch.autograd.grad(stats.logprobs, leaves, upstream))
+    assert all(map(torch.equal, *found))

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mcore_logprobs as ml
+from mcore_logprobs.ops.policy_loss import loss_of_stats
 from mcore_logprobs.sources.head import HeadLogits
 from tests.engine import cases, run
 from tests.ops import OPERATIONS
@@ -232,6 +233,17 @@ def test_a_loss_that_changes_what_its_gradient_needs_raises(hooks: bool) -> None
     hidden, weight = torch.randn(12, 4, requires_grad=True), torch.randn(24, 4)
     with around, pytest.raises(RuntimeError, match="modified by an inplace operation"):
         FUNCTIONS["linear_policy_loss"](loss, hidden, weight, None)
+
+
+def test_a_loss_changes_copies_of_what_it_gets_by_name() -> None:
+    logprobs, full = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.5])
+    stats = ml.TokenStats(logprobs, None, None, None, full_logprobs=full)
+
+    def loss(logprobs: Tensor, entropy: Tensor | None, full_logprobs: Tensor) -> Tensor:
+        return -logprobs * full_logprobs.sub_(logprobs.detach()).exp_()
+
+    loss_of_stats(stats, torch.ones(2, dtype=torch.bool), loss)
+    assert full.tolist() == [-1.5, -2.5]
 
 
 @pytest.mark.parametrize(("name", "source"), CALLS)

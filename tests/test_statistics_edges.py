@@ -457,3 +457,19 @@ def test_views_of_few_rows_are_no_call_each(ranks, inplace: bool) -> None:
     """
     assert ranks(1).run(in_views, inplace) == [[1, 1, 1, 1, 2]]
     assert ranks(2).run(in_views, inplace) == [[1, 1, 1, 1, 2]] * 2
+
+
+def test_a_record_of_logits_that_lie_with_the_sequence_first() -> None:
+    real = torch.randn(3, 4, 18)
+    target = torch.randint(0, 18, (3, 4))
+    ids = torch.stack([target.flatten(), (target.flatten() + 1) % 18], 1)
+    upstream, found = torch.linspace(0.5, 2.0, 12).view(3, 4), []
+    plain = real.clone().requires_grad_()
+    kept = plain.gather(-1, ids.view(3, 4, 2)).log_softmax(-1)[..., 0]
+    lying = real.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    record = ids.flatten(), torch.arange(13) * 2
+    got = ml.vocab_parallel_sampling_logprobs(lying, target, kept_ids=record, missing="full")
+    for value, x in ((got, lying), (kept, plain)):
+        found.append([value, *torch.autograd.grad(value, x, upstream)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

@@ -256,3 +256,24 @@ def test_it_says_how_long_the_rest_will_take(monkeypatch):
     assert "[########......................] table 2 of 2, about 7 min left" in terminal.getvalue()
     shown.clear()
     assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_rounds_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the one before them, which may compile."""
+    times = iter([(100.0, 100.0)] * 3 + [(1.0, 2.0), (3.0, 4.0), (2.0, 3.0)])
+    monkeypatch.setattr(runner, "_timed", lambda contender: next(times))
+    contender = Contender("doubles", lambda x: x * 2.0, [torch.ones(2, requires_grad=True)])
+    (found,) = measure(Workload("a case", {}, [contender]), rounds=3, warmup=2)
+    assert (found.forward, found.backward, found.both) == (2.0, 3.0, 5.0)
+    assert found.least == (1.0, 2.0, 3.0)
+
+
+def lap_of_a_late_rank() -> float:
+    clock = runner._Clock(torch.device("cpu"))
+    if torch.distributed.get_rank() == 1:
+        time.sleep(0.3)
+    return clock.lap()
+
+
+def test_a_round_takes_as_long_as_its_slowest_rank(ranks) -> None:
+    assert min(ranks(2).run(lap_of_a_late_rank)) >= 0.29

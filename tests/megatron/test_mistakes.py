@@ -149,3 +149,27 @@ def test_padding_that_is_counted_is_said_once(ranks):
         "vocab_size: expected 90, the tokenizer's size, got None, which counts all 96 columns of "
         "the head: its padding has probability too"
     ]
+
+
+def blocks_without_labels() -> None:
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        labels = batch["labels"] % VOCAB
+        record = labels.flatten(), torch.arange(labels.numel() + 1)
+        topk = torch.zeros(*labels.shape, 1), labels.unsqueeze(-1)
+        with patch_model(model) as handle:
+            for name, block in {
+                "also": handle.also(topk=2),
+                "policy_loss": handle.policy_loss(lambda logprobs, entropy: -logprobs),
+                "map": handle.map(lambda logits: logits.sum(-1)),
+                "replay": handle.replay(record),
+                "divergence": handle.divergence(teacher_topk=topk),
+            }.items():
+                expected = f"PatchHandle.{name}: expected a call with labels"
+                with block, pytest.raises(ValueError, match=expected):
+                    model(**batch["inputs"])
+
+
+def test_every_block_needs_labels(ranks):
+    ranks(1).run(blocks_without_labels)

@@ -1,0 +1,267 @@
+"""Lazy logits, what is singular: parts read before a write, other passes, other layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
+
+import mcore_logprobs as ours
+from mcore_logprobs.ops.row_statistics import Statistics
+from mcore_logprobs.ops.token_stats import token_stats
+from mcore_logprobs.sources import lazy_head
+from tests.helpers.lazy import Seen, lazy_logits
+from tests.helpers.shards import world_group, world_rank, world_size
+from tests.test_lazy import B, H, S, V, gradients, head
+
+
+def pair() -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """(a head's tensors, its logits: lazy ones and real ones)."""
+    tensors = head()
+    real = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    return tensors, (lazy_logits(**tensors), real)
+
+
+# ---- writes --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_part_that_was_read_is_read_again_after_a_scale() -> None:
+    found = []
+    for logits in pair()[1]:
+        whole = logits.clone()
+        part = whole[1:3]
+        part.softmax(-1)  # real logits of these rows are kept with the view
+        whole.div_(0.5)
+        found.append(part.softmax(-1))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_logits_that_were_detached_stay_so(written: bool) -> None:
+    for logits in pair()[1]:
+        whole = logits.clone()
+        detached = whole.detach()
+        if written:
+            whole[0] = 0.5
+        else:
+            whole.exp()  # computed once, with a gradient
+        assert not detached.softmax(-1).requires_grad
+        assert not ours.vocab_parallel_entropy(detached).requires_grad
+
+
+class Doubled(torch.autograd.Function):
+    """Gives on what it gets; its gradient is twice that of its result."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
+        return 2.0 * grads[0]
+
+
+def test_an_autograd_function_of_logits_that_were_written_to() -> None:
+    tensors, both = pair()
+    upstream, found = torch.linspace(-1.0, 2.0, S * B).view(S, B), []
+    for logits in both:
+        whole = logits.clone()
+        whole[0] = 0.5
+        whole[1:, :, 3:] = -1.0
+        entropy = ours.vocab_parallel_entropy(Doubled.apply(whole))
+        value = (entropy * upstream).sum()
+        found.append([value, *gradients(value, tensors)])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_joined_parts_of_logits_that_were_written_to() -> None:
+    found = []
+    for logits in pair()[1]:
+        whole = logits.clone()
+        first, second = whole[:2], whole[2:]
+        whole[0, 1] = 0.5
+        whole[3] = whole[3] * 0.0
+        found.append(ours.vocab_parallel_entropy(torch.cat([second, first])))
+    torch.testing.assert_close(*found)
+
+
+class Saves(torch.autograd.Function):
+    """Saves its argument for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].unsqueeze(-1) * torch.ones_like(ctx.saved_tensors[0])
+
+
+@pytest.mark.parametrize("how", ["a function", "a checkpoint", "a reentrant checkpoint"])
+def test_a_write_into_a_view_of_columns_is_noticed(how: str) -> None:
+    for logits in pair()[1]:
+        if how == "a function":
+            value = Saves.apply(logits)
+        else:
+            value = checkpoint(
+                lambda x: ours.vocab_parallel_entropy(x) * 1.0,
+                logits,
+                use_reentrant=how == "a reentrant checkpoint",
+            )
+        logits[..., 3:].fill_(-2.0)
+        with pytest.raises(RuntimeError):
+            value.sum().backward()
+
+
+@pytest.mark.parametrize("zero", [0, 0.0])
+def test_logits_times_zero(zero: float) -> None:
+    tensors, both = pair()
+    for logits in both:
+        value = (logits * zero).exp().sum()
+        assert value == S * B * V
+        assert not any(grad.any() for grad in gradients(value, tensors))
+
+
+# ---- which tokens --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_temperatures_follow_their_tokens_into_a_copy(divided: bool) -> None:
+    temperature = torch.linspace(0.5, 2.0, S * B).view(S, B, 1)
+    target, found = torch.arange(S * B).view(B, S), []
+    for logits in pair()[1]:
+        turned = (logits / temperature).transpose(0, 1)
+        copy = turned.clone().div_(0.7) if divided else turned.contiguous()
+        found.append(ours.vocab_parallel_logprobs(copy, target))
+    torch.testing.assert_close(*found)
+
+
+@torch.no_grad()
+def test_summaries_of_other_tokens_of_as_many() -> None:
+    found = [
+        torch.stack([logits[part].max(-1).values for part in (slice(2), slice(2, 4))])
+        for logits in pair()[1]
+    ]
+    torch.testing.assert_close(*found)
+
+
+@torch.no_grad()
+def test_ranks_of_two_targets() -> None:
+    _, (logits, real) = pair()
+    target = torch.arange(S * B).view(S, B)
+    for ids in (target, target.flip(0)):
+        got, expected = (
+            ours.vocab_parallel_token_stats(x, ids, target_rank=True).target_rank
+            for x in (logits, real)
+        )
+        assert torch.equal(got, expected)
+
+
+# ---- passes and settings -------------------------------------------------------------------------
+
+
+def test_segments_are_another_pass() -> None:
+    logits = lazy_logits(torch.randn(S, B, H, requires_grad=True), torch.randn(V, H))
+    with Seen() as seen:
+        ours.vocab_parallel_entropy(logits)
+        first = seen.products
+        ours.vocab_parallel_entropy(logits, invariant_segments=2)
+    assert seen.products > first
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other"), [("chunk_size", 2, 3), ("backend", "torch", "auto")]
+)
+def test_the_settings_of_a_patched_model_reach_its_consumers(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, other: Any
+) -> None:
+    """Where a call says otherwise, its own do."""
+    seen, original = [], lazy_head.head_logits
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(options[name])
+        return original(*args, **options)
+
+    monkeypatch.setattr(lazy_head, "head_logits", spy)
+    logits = lazy_logits(torch.randn(S, B, H), torch.randn(V, H), **{name: value})
+    ours.vocab_parallel_entropy(logits)
+    ours.vocab_parallel_entropy(logits, **{name: other})
+    assert seen[0] == value
+    assert len(seen) == 2
+
+
+def test_a_patched_model_s_tiles_bound_what_is_made() -> None:
+    logits = lazy_logits(torch.randn(64, 1, H), torch.randn(400, H), chunk_size=8)
+    with Seen() as seen:
+        ours.vocab_parallel_entropy(logits)
+    assert seen.largest < 64 * 400
+
+
+# ---- rounding ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_largest_is_of_logits_as_the_layer_rounds_them() -> None:
+    hidden, weight = torch.randn(400, 2, 16).bfloat16(), torch.randn(4000, 16).bfloat16()
+    real = hidden @ weight.t()
+    assert torch.equal(lazy_logits(hidden, weight).argmax(-1), real.argmax(-1))
+
+
+def test_logits_are_rounded_as_the_layer_rounds_its_output() -> None:
+    hidden, weight = torch.randn(6, 2, 16).bfloat16(), torch.randn(50, 16).bfloat16()
+    target = torch.arange(12).view(6, 2)
+    logits = lazy_logits(hidden, weight, output_dtype=torch.bfloat16)
+    rounded = (hidden @ weight.t()).double().log_softmax(-1)
+    expected = rounded.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    got = ours.vocab_parallel_logprobs(logits, target).double()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_is_scaled_with_its_logits() -> None:
+    hidden, weight, bias = torch.randn(6, 2, 16), torch.randn(50, 16), torch.randn(50)
+    target = torch.arange(12).view(6, 2)
+    source = lazy_logits(hidden, weight, bias=bias).view_of_head.rows.head.source(logit_scale=0.25)
+    got = token_stats(source, target, Statistics.of(), None).logprobs
+    scaled = (0.25 * (hidden @ weight.t() + bias)).log_softmax(-1)
+    expected = scaled.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- two sides on several ranks ------------------------------------------------------------------
+
+
+def one_side_split() -> list[float]:
+    """Errors of KL where one side's sequence is split over the ranks and the other's is not."""
+    count, rank, group = world_size(), world_rank(), world_group()
+    hidden = [torch.randn(6, 2, 7) for _ in range(2)]
+    weights = [torch.randn(V, 7) for _ in range(2)]
+    log_p, log_q = ((h @ w.t()).log_softmax(-1) for h, w in zip(hidden, weights, strict=True))
+    expected, errors = (log_q.exp() * (log_q - log_p)).sum(-1), []
+    for split in ((True, False), (False, True)):
+        sides = [
+            lazy_logits(
+                h.chunk(count)[rank] if is_split else h,
+                w.chunk(count)[rank],
+                tp_group=group,
+                sequence_parallel=is_split,
+                chunk_size=2,
+            )
+            for h, w, is_split in zip(hidden, weights, split, strict=True)
+        ]
+        with torch.no_grad():
+            got = ours.vocab_parallel_kl_div(*sides, tp_group=group)
+        errors.append(float((got - expected).abs().max()))
+    return errors
+
+
+def test_two_sides_of_which_one_splits_its_sequence(ranks: Any) -> None:
+    for errors in ranks(2).run(one_side_split):
+        assert max(errors) < 1e-5
