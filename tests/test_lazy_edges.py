@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 import mcore_logprobs as ours
@@ -17,6 +16,7 @@ from mcore_logprobs.sources import lazy_head
 from tests.helpers.lazy import Seen, lazy_logits
 from tests.helpers.shards import world_group, world_rank, world_size
 from tests.test_lazy import B, H, S, V, gradients, head
+from tests.test_lazy_autograd import GivenOn
 
 
 def pair() -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
@@ -54,18 +54,6 @@ def test_logits_that_were_detached_stay_so(written: bool) -> None:
         assert not ours.vocab_parallel_entropy(detached).requires_grad
 
 
-class Doubled(torch.autograd.Function):
-    """Gives on what it gets; its gradient is twice that of its result."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
-        return 2.0 * grads[0]
-
-
 def test_an_autograd_function_of_logits_that_were_written_to() -> None:
     tensors, both = pair()
     upstream, found = torch.linspace(-1.0, 2.0, S * B).view(S, B), []
@@ -73,7 +61,7 @@ def test_an_autograd_function_of_logits_that_were_written_to() -> None:
         whole = logits.clone()
         whole[0] = 0.5
         whole[1:, :, 3:] = -1.0
-        entropy = ours.vocab_parallel_entropy(Doubled.apply(whole))
+        entropy = ours.vocab_parallel_entropy(GivenOn.apply(whole))
         value = (entropy * upstream).sum()
         found.append([value, *gradients(value, tensors)])
     for got, expected in zip(*found, strict=True):
