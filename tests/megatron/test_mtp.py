@@ -9,8 +9,11 @@ import torch
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
-from mcore_logprobs.megatron import patch_gpt_model
+from mcore_logprobs.megatron import head_loss, patch_gpt_model
+from mcore_logprobs.megatron.deferred import DeferredLogits
 from mcore_logprobs.ops.token_stats import TokenStats
+from mcore_logprobs.sources import lazy_head
+from tests.helpers.lazy import lazy_logits
 from tests.megatron.common import (
     VOCAB,
     loss_of,
@@ -255,3 +258,30 @@ def test_switched_off_in_a_pipeline_under_ddp(ranks):
 @pytest.mark.parametrize(("tp", "fused"), [(1, False), (2, True)])
 def test_switched_off(ranks, tp, fused):
     ranks(tp).run(switched_off, tp, fused)
+
+
+SETTINGS: dict[str, Any] = {
+    "chunk_size": 3,
+    "backend": "torch",
+    "invariant_segments": 2,
+    "logits_dtype": torch.bfloat16,
+}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_further_head_follows_the_settings(monkeypatch: pytest.MonkeyPatch, lazy: bool) -> None:
+    hidden, weight = torch.randn(5, 2, 8).bfloat16(), torch.randn(16, 8).bfloat16()
+    logits: Any = lazy_logits(hidden, weight, logits_dtype=torch.bfloat16)
+    seen, original = [], lazy_head.head_logits
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(options)
+        return original(*args, **options)
+
+    monkeypatch.setattr(lazy_head, "head_logits", spy)
+    loss = head_loss.lazy_mtp_loss
+    if not lazy:
+        loss, logits = head_loss.mtp_loss, DeferredLogits(logits.view_of_head.rows.head)
+    labels, config = torch.arange(10).view(2, 5), LogprobConfig(**SETTINGS)
+    loss(labels, logits, config, tp_group=None, loss_mask=None)
+    assert {name: seen[0][name] for name in SETTINGS} == SETTINGS
