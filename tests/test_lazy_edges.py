@@ -253,3 +253,23 @@ def one_side_split() -> list[float]:
 def test_two_sides_of_which_one_splits_its_sequence(ranks: Any) -> None:
     for errors in ranks(2).run(one_side_split):
         assert max(errors) < 1e-5
+
+
+# ---- joined parts --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_joined_parts_of_two_calls_and_of_two_dtypes() -> None:
+    hidden, weight = torch.randn(2, S, B, H), torch.randn(2, V, H)
+    lazy = [lazy_logits(h, w) for h, w in zip(hidden, weight, strict=True)]
+    real = [h @ w.t() for h, w in zip(hidden, weight, strict=True)]
+    entropies = [ours.vocab_parallel_entropy(torch.cat(parts)) for parts in (lazy, real)]
+    torch.testing.assert_close(*entropies)
+    assert torch.cat([lazy[0][:2].bfloat16(), lazy[0][2:]]).dtype == torch.float32
+
+
+@torch.no_grad()
+def test_temperatures_of_some_tokens() -> None:
+    temperature = torch.linspace(0.5, 2.0, S * B).view(S, B, 1)
+    found = [ours.vocab_parallel_entropy(x[2:] / temperature[2:]) for x in pair()[1]]
+    torch.testing.assert_close(*found)
