@@ -392,3 +392,33 @@ def test_a_patched_model_s_labels_are_compared(ranks):
     for found in ranks(2).run(patched_models_with_other_labels, timeout=120):
         assert len(found) == 3
         assert all(said.startswith(expected) for said in found), found
+
+
+def settings_in_a_patch() -> None:
+    rank, group, cpu = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
+    own = ml.LogprobConfig(saved_bytes=1000 * rank, backend=("torch", "auto")[rank])
+    with consistency.comparing("a patched model, once", lambda: {"config": own}):
+        consistency.check_call(8, group, cpu)
+    other = ml.LogprobConfig(temperature=1.0 + rank)
+    with (
+        consistency.comparing("a patched model, twice", lambda: {"config": other}),
+        pytest.raises(ValueError, match="temperature"),
+    ):
+        consistency.check_call(8, group, cpu)
+
+
+def test_settings_of_a_patch_that_may_differ_and_that_may_not(ranks):
+    ranks(2).run(settings_in_a_patch)
+
+
+def heads_of_two_dtypes() -> None:
+    consistency._agreed.clear()
+    rank = dist.get_rank()
+    dtype = (torch.float32, torch.bfloat16)[rank]
+    hidden, weight = torch.randn(4, 8).to(dtype), torch.randn(12, 8).to(dtype).chunk(2)[rank]
+    with pytest.raises(ValueError, match="weight"):
+        ml.linear_token_stats(hidden, weight, torch.arange(4), tp_group=dist.group.WORLD)
+
+
+def test_heads_of_two_dtypes_are_refused(ranks):
+    ranks(2).run(heads_of_two_dtypes)

@@ -500,3 +500,11 @@ def test_rows_that_are_named_often_are_added_in_float32() -> None:
     one = (wide[1] @ weight.double().t()).log_softmax(-1)[7]
     (expected,) = torch.autograd.grad(2000 * one, wide)
     torch.testing.assert_close(got[1].double(), expected[1], rtol=2**-7, atol=0.5)
+
+
+def test_single_logits_are_rounded_as_blocks_are() -> None:
+    hidden, weight = torch.randn(6, 32).bfloat16(), torch.randn(18, 32).bfloat16()
+    ids = torch.arange(12).view(6, 2)
+    found = linear_gather(hidden, weight, ids, logits_dtype=torch.bfloat16)
+    assert torch.equal(found, found.bfloat16().float())
+    assert not torch.equal(found, linear_gather(hidden, weight, ids))

@@ -105,7 +105,8 @@ def test_a_write_into_a_view_of_columns_is_noticed(how: str) -> None:
                 use_reentrant=how == "a reentrant checkpoint",
             )
         logits[..., 3:].fill_(-2.0)
-        with pytest.raises(RuntimeError):
+        told = "modified by an inplace operation|expected columns to be written|number of tensors"
+        with pytest.raises(RuntimeError, match=told):
             value.sum().backward()
 
 
@@ -166,10 +167,16 @@ def test_segments_are_another_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "other"), [("chunk_size", 2, 3), ("backend", "torch", "auto")]
+    ("name", "of_model", "of_call", "expected"),
+    [
+        ("chunk_size", 2, None, 2),
+        ("chunk_size", 2, 3, 3),
+        ("backend", "torch", "auto", "torch"),
+        ("backend", "auto", "torch", "torch"),
+    ],
 )
 def test_the_settings_of_a_patched_model_reach_its_consumers(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, other: Any
+    monkeypatch: pytest.MonkeyPatch, name: str, of_model: Any, of_call: Any, expected: Any
 ) -> None:
     """Where a call says otherwise, its own do."""
     seen, original = [], lazy_head.head_logits
@@ -179,11 +186,9 @@ def test_the_settings_of_a_patched_model_reach_its_consumers(
         return original(*args, **options)
 
     monkeypatch.setattr(lazy_head, "head_logits", spy)
-    logits = lazy_logits(torch.randn(S, B, H), torch.randn(V, H), **{name: value})
-    ours.vocab_parallel_entropy(logits)
-    ours.vocab_parallel_entropy(logits, **{name: other})
-    assert seen[0] == value
-    assert len(seen) == 2
+    logits = lazy_logits(torch.randn(S, B, H), torch.randn(V, H), **{name: of_model})
+    ours.vocab_parallel_entropy(logits, **{name: of_call})
+    assert seen == [expected]
 
 
 def test_a_patched_model_s_tiles_bound_what_is_made() -> None:
@@ -273,3 +278,36 @@ def test_temperatures_of_some_tokens() -> None:
     temperature = torch.linspace(0.5, 2.0, S * B).view(S, B, 1)
     found = [ours.vocab_parallel_entropy(x[2:] / temperature[2:]) for x in pair()[1]]
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_joined_part_that_was_detached_has_no_gradient(last: bool) -> None:
+    tensors, both = pair()
+    upstream, found = torch.linspace(0.5, 2.0, S * B).view(S, B), []
+    for logits in both:
+        parts = [logits[:2], logits[2:].detach()]
+        entropy = ours.vocab_parallel_entropy(torch.cat(parts if last else parts[::-1]))
+        value = (entropy * upstream).sum()
+        found.append([value, *gradients(value, tensors)])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_an_infinite_temperature() -> None:
+    temperature = torch.ones(S, B, 1)
+    temperature[1, 1] = torch.inf
+    found = [ours.vocab_parallel_entropy(x / temperature) for x in pair()[1]]
+    torch.testing.assert_close(*found)
+
+
+def another_group() -> None:
+    count, rank, group = world_size(), world_rank(), world_group()
+    alone = [torch.distributed.new_group([member]) for member in range(count)][rank]
+    logits = lazy_logits(torch.randn(3, 1, H), torch.randn(V, H).chunk(count)[rank], tp_group=group)
+    with pytest.raises(ValueError, match="tp_group: expected the output layer's"):
+        ours.vocab_parallel_entropy(logits, tp_group=alone)
+
+
+def test_another_group_than_the_head_s_is_refused(ranks: Any) -> None:
+    ranks(2).run(another_group)

@@ -260,3 +260,23 @@ def test_rejection_by_log_probabilities_of_less_precision():
     )
     assert torch.equal(found, expected)
     assert 0 < expected.sum() < expected.numel()
+
+
+@pytest.mark.parametrize("policy_gradient", [True, False])
+def test_a_cost_is_clamped_on_both_sides(policy_gradient: bool) -> None:
+    logprobs, teacher = torch.tensor([-4.0, -1.0, -0.3]), torch.tensor([-1.0, -4.0, -0.2])
+    loss = losses.DistillationLoss(clamp=0.5, policy_gradient=policy_gradient)
+    cost = (logprobs - teacher).clamp(-0.5, 0.5)
+    expected = cost * logprobs if policy_gradient else cost
+    torch.testing.assert_close(loss(logprobs, None, teacher), expected)
+
+
+def test_a_risky_token_keeps_most_of_its_weight() -> None:
+    """FIPO's floor of 0.8 where the bounds of its weights are wider."""
+    loss = losses.FIPOLoss(high_only=False, weight_clip=0.5, half_life=1e6)
+    log_ratio, old = torch.tensor([[2.0, -3.0, -1.0]]), torch.full((1, 3), -4.0)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    found = loss.second_pass(old + log_ratio, old, torch.tensor([[-1.0]]), mask)
+    ahead = torch.tensor([[-2.0, -4.0, -1.0]]).exp().clamp(0.5, 1.5)
+    expected = torch.where(log_ratio.exp() > 4.0, ahead.clamp(0.8, 1.0), ahead)
+    torch.testing.assert_close(found["importance_weights"], expected, rtol=1e-4, atol=1e-4)

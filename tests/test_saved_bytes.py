@@ -496,11 +496,13 @@ def test_finished_logits_are_what_is_kept() -> None:
     assert error([found], [exact]) < 2.0**-8
 
 
-def kept_of_a_split_sequence() -> tuple[int, int]:
-    """(the most bytes of kept logits, the budget), which the rows of two ranks do not fit."""
+CHUNK_OF_ALL = 16 * 32 * 4  # bytes: all 16 rows by the 32 columns of one of two ranks
+
+
+def kept_of_a_split_sequence(budget: int) -> bool:
+    """Whether a rank keeps its chunk of the whole sequence, of which it has half the rows."""
     count, rank, group = world_size(), world_rank(), world_group()
     hidden, weight = torch.randn(16, 1, 8), torch.randn(64, 8)
-    budget = 16 * 32 * 4 - 4  # one chunk is all 16 rows by a rank's 32 columns
     saved: list[Tensor] = []
     with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         ml.linear_token_stats(
@@ -511,12 +513,13 @@ def kept_of_a_split_sequence() -> tuple[int, int]:
             sequence_parallel=True,
             saved_bytes=budget,
         )
-    return max(x.nbytes for x in saved if x.dim() == 1), budget
+    return any(x.nbytes == CHUNK_OF_ALL for x in saved)
 
 
+@pytest.mark.own_sizes
 def test_a_budget_under_sequence_parallelism(ranks: Any) -> None:
-    for most, budget in ranks(2).run(kept_of_a_split_sequence):
-        assert most <= budget
+    assert ranks(2).run(kept_of_a_split_sequence, CHUNK_OF_ALL) == [True, True]
+    assert ranks(2).run(kept_of_a_split_sequence, CHUNK_OF_ALL - 4) == [False, False]
 
 
 def test_segments_keep_no_rounded_logits() -> None:

@@ -457,8 +457,8 @@ class _WithLabels:
         if processed:
             processor = arguments["output_processor"]
             ours = getattr(processor, "func", processor) is logprob_output_processor
-            if ours and patch.blocks.any_open:
-                raise _goes_around(call)
+            if ours:
+                _check_not_voided(call, patch.config)
             arguments["output_processor"] = functools.partial(_process, processor, running)
         left_out = labels is not None and mtp == "off" and has_mtp
         if left_out:
@@ -475,8 +475,8 @@ class _WithLabels:
         if checked and running.reached and is_hidden:
             raise ValueError(f"check_labels: expected False for {method.unclear}")
         if processed:
-            if patch.blocks.any_open and not running.reached:
-                raise _goes_around(call)
+            if not running.reached:
+                _check_not_voided(call, patch.config)
             return output
         patch.check_ended(call, running)
         if labels is None:
@@ -506,11 +506,19 @@ def _take_labels(arguments: Arguments, method: HeadMethod, call: Call) -> object
     return arguments.labels
 
 
-def _goes_around(call: Call) -> ValueError:
-    return ValueError(
-        f"inside PatchHandle.{(*call.blocks, 'options')[0]}: expected no output_processor, or one "
-        "that calls compute_language_model_loss, got one that goes around the patch"
-    )
+def _check_not_voided(call: Call, config: LogprobConfig) -> None:
+    """Raise a ValueError where an output processor goes around what open blocks ask for.
+
+    Args:
+        config: the patch's, which such a call may leave out.
+    """
+    changed = call.config != config or call.temperature is not None or call.logit_bias is not None
+    asked = [*call.blocks, *(["options"] if changed else [])]
+    if asked:
+        raise ValueError(
+            f"inside PatchHandle.{asked[0]}: expected no output_processor, or one that calls "
+            "compute_language_model_loss, got one that goes around the patch"
+        )
 
 
 def _process(processor: object, running: ForwardState, **given: object) -> object:

@@ -56,10 +56,6 @@ class OpenBlocks:
             call = change(call)
         return call
 
-    @property
-    def any_open(self) -> bool:
-        return bool(self._changes)
-
     @contextlib.contextmanager
     def open(self, change: Callable[[Call], Call]) -> Iterator[None]:
         number = next(_NUMBERS)

@@ -148,9 +148,9 @@ def _patched(
 
 
 def _head_patch(language_model: LanguageModule, settings: LogprobConfig) -> tuple[HeadPatch, bool]:
-    """(the patch of a head, which may be on already; whether the settings are another's than its).
+    """(the patch of a head; whether it is to be put on, or to be given these settings).
 
-    One that is on goes over to the output layer that the model has now.
+    One that is on already goes over to the output layer that the model has now.
 
     Raises:
         ValueError: it is on with settings that it may not change.

@@ -216,14 +216,14 @@ class GivenLogits:
 
     whole_rows = chunks
 
-    def parts(self, other: GivenLogits) -> Iterator[slice]:
-        """Rows that one stride covers, here and in other logits of the same order, or that are
-        copied at a time.
+    def parts(self, other: GivenLogits, step: int) -> Iterator[slice]:
+        """Rows that one stride covers, here and in other logits of the same order; `step` at a time
+        where either are copied.
         """
         # The views of one are parts of the other's: outer dimensions are unbound first.
         size = self.num_rows // max(len(self._views), len(other._views))
         if self.copies_rows or other.copies_rows:
-            size = self.rows_at_a_time(self.shard.width, copies=2)
+            size = step
         return row_chunks(self.num_rows, max(1, size))
 
     def view_of(self, views: list[Tensor], rows: slice) -> Tensor | None:

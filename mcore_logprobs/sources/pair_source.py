@@ -91,7 +91,7 @@ class PairSource:
                 of_teacher = partial(self._block, other)
                 yield self._of_given(student, other.rows, blocks, of_teacher)
         else:
-            for rows in student.parts(teacher):
+            for rows in student.parts(teacher, self.rows_at_a_time(width)):
                 of_teacher = partial(teacher.rectangle, rows)
                 yield self._of_given(student, rows, [slice(0, width)], of_teacher)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_logprobs.dropin import areal, ms_swift, roll, skyrl, verl
+from mcore_logprobs.dropin import _common, areal, ms_swift, roll, skyrl, verl
 from mcore_logprobs.kernels import budgets
 from tests.dropin.common import (
     LAYOUTS,
@@ -390,3 +391,25 @@ def test_ms_swift_s_default_chunk_comes_from_the_memory_budget(asked: int, expec
             logits, labels, compute_entropy=True, entropy_chunk_size=asked
         )
     assert seen.most == expected
+
+
+def test_padded_lengths_are_where_sequences_stand() -> None:
+    lengths, padded = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])
+    packed = SimpleNamespace(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_q_padded=padded)
+    assert _common.padded_bounds(packed) is padded
+    packed.cu_seqlens_q_padded = None
+    assert _common.padded_bounds(packed) is lengths
+    packed.qkv_format = "sbhd"  # nothing is packed
+    assert _common.padded_bounds(packed) is None
+
+
+def test_a_chunk_of_positions_is_of_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def spy(*args: Any, **options: Any) -> None:
+        seen.append(options["chunk_size"])
+
+    monkeypatch.setattr(_common.ours, "vocab_parallel_logprobs", spy)
+    target = torch.zeros(3, 4, dtype=torch.int64)
+    _common.token_logprobs(torch.randn(3, 4, 8), target, None, chunk_size=2)
+    assert seen == [6]

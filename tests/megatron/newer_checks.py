@@ -123,6 +123,8 @@ def settings_of_a_patch() -> None:
         call(batch["labels"], logits="lazy")
         with patch_gpt_model(model, LogprobConfig(temperature=0.5)) as handle:
             call(batch["labels"])  # with the context's settings
+            with handle.options(temperature=0.5):  # which changes nothing
+                call(batch["labels"])
             for block in (handle.also(topk=3), handle.options(temperature=2.0)):
                 with block, pytest.raises(ValueError, match="one that goes around the patch"):
                     call(batch["labels"])

@@ -186,3 +186,42 @@ def test_mistakes(ranks):
 def test_label_smoothing_goes_with_no_filter() -> None:
     with pytest.raises(ValueError, match="label_smoothing: expected 0"):
         LogprobConfig(label_smoothing=0.1, top_p=0.9)
+
+
+def teacher_beside_settings(options: dict[str, Any]) -> list[float]:
+    """Errors of the divergence, fused and not, of the columns that the settings leave."""
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        logits = model(**batch["inputs"]).double()
+        teacher = torch.randn(logits.shape)
+        left_out = torch.arange(VOCAB) >= options.get("vocab_size", VOCAB)
+        left_out[list(options.get("disallowed_ids", ()))] = True
+        bias = torch.zeros(VOCAB, dtype=torch.float64)
+        for number, x in options.get("logit_bias", {}).items():
+            bias[number] = x
+        log_p, log_q = (
+            (x + bias).masked_fill(left_out, -torch.inf).log_softmax(-1)
+            for x in (logits, teacher.double())
+        )
+        expected = (log_q.exp() * (log_q - log_p)).masked_fill(left_out, 0.0).sum(-1)
+        errors = []
+        for fused in (True, False):
+            config = LogprobConfig(fused=fused, **options)
+            with (
+                patch_model(model, config) as handle,
+                handle.divergence("forward", teacher_logits=teacher),
+            ):
+                found = model(**batch["inputs"], labels=batch["labels"] % 9).divergence
+            errors.append(float((found - expected).abs().max()))
+        return errors
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"vocab_size": VOCAB - 3}, {"disallowed_ids": (10, 12)}, {"logit_bias": {4: 1.5, 20: -2.0}}],
+    ids=str,
+)
+def test_a_teacher_has_the_settings_of_the_patch(ranks, options):
+    (errors,) = ranks(1).run(teacher_beside_settings, options)
+    assert max(errors) < 1e-4
