@@ -51,6 +51,16 @@ def test_text_and_json_commands(capsys) -> None:
     assert json.loads(capsys.readouterr().out)["ok"] is True
 
 
+def test_a_self_test_that_is_not_finite_is_strict_json(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(oracle, "entropy", lambda logits: logits.sum(-1) * torch.nan)
+    assert __main__.main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["ok"] is False
+    errors = {test["name"]: test["error"] for test in found["self_test"]}
+    assert errors["logits cpu float32 entropy"] is None
+    assert errors["logits cpu float32 logprob"] <= 1e-5
+
+
 IDS = torch.arange(24).view(2, 12)
 NEXT = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
 

@@ -51,7 +51,7 @@ def doctor(argv: Sequence[str] | None = None) -> int:
         found = report(full=args.full, batch=args.batch)
     except (OSError, ValueError) as error:
         return _refused("doctor", error)
-    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    print(_as_json(found) if args.json else as_text(found))
     return 0 if found["ok"] else 1
 
 
@@ -73,7 +73,7 @@ def _mismatch(argv: Sequence[str]) -> int:
         result = explain_mismatch(**load_mismatch_dump(args.file))
     except (OSError, ValueError) as error:
         return _refused("doctor mismatch", error)
-    print(json.dumps(result.to_dict(), indent=2) if args.json else result.text())
+    print(_as_json(result.to_dict()) if args.json else result.text())
     if args.plot:
         try:
             result.figure().savefig(args.plot, dpi=120)
@@ -127,13 +127,23 @@ def audit(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if as_json:
-        found = asdict(report) | {"ok": report.ok}
-        for row in found["rows"]:  # JSON has no infinity
-            row["error"] = row["error"] if math.isfinite(row["error"]) else None
-        print(json.dumps(found, indent=2, allow_nan=False))
+        print(_as_json(asdict(report) | {"ok": report.ok}))
     else:
         print(report)
     return 0 if report.ok else 1
+
+
+def _as_json(found: object) -> str:
+    """JSON, which has neither infinity nor NaN: null instead."""
+
+    def plain(x: object) -> object:
+        if isinstance(x, dict):
+            return {name: plain(value) for name, value in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [plain(value) for value in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(plain(found), indent=2, allow_nan=False)
 
 
 def _sizes(text: str) -> list[int]:
