@@ -232,10 +232,7 @@ def test_rounding_in_the_layers_is_split_by_side(data: dict[str, Tensor], name: 
 
 
 def _pairs() -> list[Any]:
-    """Causes of two settings each; by day one pair for each two settings, with every cause.
-
-    And every shift, which is looked for first, beside every other cause.
-    """
+    """Causes of two settings each; by day one pair for each two settings."""
     by_setting: dict[str, list[str]] = {}
     for name, sides in CAUSES.items():
         (setting,) = {**sides[0], **sides[1]}
@@ -244,7 +241,6 @@ def _pairs() -> list[Any]:
     for number, (ours, theirs) in enumerate(itertools.combinations(by_setting.values(), 2)):
         for i, j in itertools.product(range(len(ours)), range(len(theirs))):
             by_day = (i, j) == (number % len(ours), number % len(theirs))
-            by_day |= ours is by_setting["alignment"]
             marks = () if by_day else pytest.mark.night
             found.append(pytest.param(ours[i], theirs[j], marks=marks))
     return found

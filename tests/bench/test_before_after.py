@@ -28,6 +28,7 @@ def test_every_call_runs() -> None:
     assert sum(backward > 0.0 for _, backward in found.values()) == len(found) - 2  # samples
 
 
+@pytest.mark.night
 def test_the_table_has_both_commits(capsys: pytest.CaptureFixture[str]) -> None:
     before_after.main(["HEAD", "linear_gather", "--turns", "1", "--rows", "4", "--vocab", "24"])
     head, _, row = capsys.readouterr().out.splitlines()

@@ -162,6 +162,7 @@ run_groups([Group("after", good, 1.0)], session)
 """
 
 
+@pytest.mark.night
 def test_a_group_that_hangs_or_crashes_takes_no_other_with_it(tmp_path: Path) -> None:
     done, _ = _python(["-c", _SCRIPT, str(tmp_path)], 60)
     assert done.returncode == 0, done.stderr
@@ -196,6 +197,7 @@ def _mentioning(path: Path) -> list[Path]:
     return found
 
 
+@pytest.mark.night
 def test_a_session_that_is_killed_leaves_what_it_has_found(tmp_path: Path) -> None:
     command = ["-m", "benchmarks.gpu_session", "--deadline", "200", "--out", str(tmp_path)]
     with subprocess.Popen(
@@ -251,6 +253,7 @@ for call in range(2):
 """
 
 
+@pytest.mark.night
 def test_a_second_call_does_what_the_first_has_not(tmp_path: Path) -> None:
     done, _ = _python(["-c", _AGAIN, str(tmp_path)], 120)
     assert done.returncode == 0, done.stderr

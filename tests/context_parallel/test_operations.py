@@ -196,7 +196,7 @@ def _checked(case: tuple) -> None:
     CHECKS[name](layout, cu)
 
 
-@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+@pytest.mark.parametrize("cp", [1, 2, pytest.param(3, marks=pytest.mark.night), 4])
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_layout(ranks, cp, check):
     cases = []

@@ -95,6 +95,7 @@ def test_steps_under_top_p(ranks: Ranks) -> None:
         assert a["grad_norm"] > 1e-3
 
 
+@pytest.mark.night
 def test_steps_under_min_p(ranks: Ranks) -> None:
     """The trainer's min-p is transformers', and with its top-p the record has both."""
     pool = ranks(4)

@@ -191,6 +191,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.night
 def test_ranks_die_with_a_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(_PARENT)

@@ -51,7 +51,9 @@ def shards(chunk: Chunk, target: Tensor, tp: int) -> list[tuple[Chunk, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.night), torch.bfloat16], ids=str
+)
 @interpreted
 def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
     from mcore_logprobs.kernels import triton as triton_backend

@@ -17,6 +17,7 @@ TABLES = [  # of the releases, of main
 ]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
 def test_feature(feature):
     """What the page says of this release is so: the same verdict, and a pass is a pass."""
