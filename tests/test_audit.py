@@ -176,6 +176,7 @@ def test_a_report_is_strict_json(capsys) -> None:
     assert not report["ok"]
 
 
+@pytest.mark.night
 def test_a_script_without_a_guard(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _BY_SEED = """
 import sys, torch, torch.distributed as dist
 from mcore_logprobs.diagnostics import explain_mismatch
@@ -36,6 +38,7 @@ print(found.remainder.max_abs, [cause.name for cause in found.causes])
 """
 
 
+@pytest.mark.night
 def test_explain_mismatch(tmp_path: Path) -> None:
     """Its figures take collectives, setting by setting."""
     ranks = [
