@@ -167,15 +167,21 @@ def _active(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
-def adapter_reason(layer: nn.Module) -> str:
-    """Why a LoRA's part cannot be fused, or "". Dropout is looked at again in every call."""
-    reason = _reason_against_pefts(layer) if _is_pefts(layer) else _reason_against_bridges(layer)
+def adapter_reason(layer: nn.Module, gathered_by_then: bool = False) -> str:
+    """Why a LoRA's part cannot be fused, or "". Dropout is looked at again in every call.
+
+    Args:
+        gathered_by_then: parameters that torch's FSDP2 shards count as what they are in a forward.
+            A module inside with a group of its own has hooks, and is not called.
+    """
+    reason_of = _reason_against_pefts if _is_pefts(layer) else _reason_against_bridges
+    reason = reason_of(layer, gathered_by_then)
     if reason and any(is_sharded(x) or hasattr(x, "placements") for x in layer.parameters()):
         return f"FSDP shards its adapter, whose modules a fused head does not call ({reason})"
     return reason
 
 
-def _reason_against_bridges(layer: Any) -> str:
+def _reason_against_bridges(layer: Any, gathered_by_then: bool) -> str:
     if not getattr(layer, "_adapter_enabled", True):
         return ""
     adapter = layer.adapter
@@ -185,12 +191,12 @@ def _reason_against_bridges(layer: Any) -> str:
         return f"{kind} is not a plain LoRA (parameters: {sorted(parameter_names)})"
     return (
         _reason_against_function(adapter, kind)
-        or _reason_against_shapes(layer.to_wrap, adapter, kind)
+        or _reason_against_shapes(layer.to_wrap, adapter, kind, gathered_by_then)
         or _reason_against_inner_hooks(layer)
     )
 
 
-def _reason_against_pefts(layer: Any) -> str:
+def _reason_against_pefts(layer: Any, gathered_by_then: bool) -> str:
     kind, base = f"its adapter, a {type(layer).__name__},", layer.base_layer
     if getattr(layer, "disable_adapters", False) and getattr(layer, "merged", False):
         return f"{kind} takes its part out of the weight in the next forward"
@@ -211,7 +217,7 @@ def _reason_against_pefts(layer: Any) -> str:
                 return f"{kind} has a {part} that is a {type(linear).__name__}"
             if [parameter_name for parameter_name, _ in linear.named_parameters()] != ["weight"]:
                 return f"{kind} has a {part} with more than a weight"
-            if type(linear.weight) is not nn.Parameter or linear.weight.dtype != base_dtype(base):
+            if not _is_like(linear.weight, base, gathered_by_then):
                 return f"{kind} has a {part} of another kind or dtype than the layer"
         rank = a.weight.shape[0]
         shapes = (tuple(a.weight.shape), tuple(b.weight.shape))
@@ -251,7 +257,7 @@ def _reason_against_function(adapter: Any, kind: str) -> str:
     return ""
 
 
-def _reason_against_shapes(base: Any, adapter: Any, kind: str) -> str:
+def _reason_against_shapes(base: Any, adapter: Any, kind: str, gathered_by_then: bool) -> str:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     ranks = group_size(resolve_tp_group(getattr(base, "tp_group", None)))
@@ -259,7 +265,7 @@ def _reason_against_shapes(base: Any, adapter: Any, kind: str) -> str:
         layer = getattr(adapter, name)
         if type(layer).forward is not ColumnParallelLinear.forward or "forward" in vars(layer):
             return f"{kind} has a {name} that is not Megatron's ColumnParallelLinear"
-        if type(layer.weight) is not nn.Parameter or layer.weight.dtype != base_dtype(base):
+        if not _is_like(layer.weight, base, gathered_by_then):
             return f"{kind} has a {name} of another kind or dtype than the layer"
     expected = {
         "linear_in": (adapter.dim // ranks, base.input_size),
@@ -275,6 +281,15 @@ def _reason_against_shapes(base: Any, adapter: Any, kind: str) -> str:
         if base.sequence_parallel is getattr(adapter, "disable_sequence_parallel_comm", False):
             return f"{kind} and the layer differ in sequence parallelism"
     return ""
+
+
+def _is_like(weight: Any, base: Any, gathered_by_then: bool) -> bool:
+    """Whether it is a plain parameter of the layer's dtype, or will be one in a forward."""
+    if type(weight) is not nn.Parameter:
+        by_then = gathered_by_then and type(weight).__name__ == "DTensor"
+        if not by_then or is_sharded(weight):  # by Megatron's, which gathers for modules it calls
+            return False
+    return weight.dtype == base_dtype(base)
 
 
 def base_dtype(base: Any) -> torch.dtype:

@@ -206,7 +206,7 @@ def call_reason(
     return (
         kind_reason(layer)
         or _reason_against_layer(base_layer(layer))
-        or (adapter_reason(layer) if is_adapter(layer) else "")
+        or (adapter_reason(layer, gathered_by_then) if is_adapter(layer) else "")
         or _reason_against_hooks(layer)
         or _reason_against_weight(weight, gathered_by_then)
     )

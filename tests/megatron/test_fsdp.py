@@ -125,15 +125,33 @@ def errors(
         }
 
 
-def lora_wrapped_after_patching() -> dict[str, float]:
-    """FSDP2 gives the adapter's class another name."""
-    from tests.megatron import test_lora
+def with_lora(kind: str) -> Any:
+    from tests.megatron import test_lora, test_peft
 
-    with megatron() as parallel_state:
-        model, batch = test_lora.build(1), make_batch(parallel_state)
+    model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+    layer = model.output_layer
+    if kind == "bridge":
+        adapter = test_lora.ParallelLinearAdapter(layer)
+        model.output_layer = test_lora.LoRALinear(layer, adapter)
+    else:
+        model.output_layer = test_peft.LoraParallelLinear(layer, ("first",))
+    return model
+
+
+def lora(kind: str, first: str, head: str) -> dict[str, float]:
+    """FSDP2 gives the adapter's class another name, and shards its parameters before the patch."""
+    with megatron() as parallel_state, log_lines() as lines:
+        model, group = with_lora(kind), parallel_state.get_data_parallel_group()
+        batch = make_batch(parallel_state)
         expected, expected_grads = train(model, [batch], plain)
-        handle = patch_model(model, LogprobConfig())
-        wrap(model, parallel_state.get_data_parallel_group(), head="own")
+        if first == "wrap":
+            wrap(model, group, head=head)
+            with pytest.raises(ValueError, match="invariant_segments: expected None with a LoRA"):
+                patch_model(model, LogprobConfig(invariant_segments=1))
+        handle = patch_model(model, LogprobConfig(fused="require"))
+        assert handle.reports[0].fusable
+        if first == "patch":
+            wrap(model, group, head=head)
         got, grads = train(model, [batch], plain)
         logits = model(**batch["inputs"])
         handle.remove()
@@ -141,12 +159,42 @@ def lora_wrapped_after_patching() -> dict[str, float]:
             "loss": relative(got[0], expected[0]),
             "grad": worst(grads, expected_grads),
             "logits": relative(logits, model(**batch["inputs"])),
+            "lines": len(lines),
         }
 
 
-def test_a_lora_that_is_wrapped_after_patching(ranks):
-    (found,) = ranks(1).run(lora_wrapped_after_patching)
-    assert max(found.values()) < 1e-5, found
+@pytest.mark.parametrize(
+    ("kind", "first", "head"),
+    [("bridge", "patch", "own"), ("bridge", "wrap", "own"), ("peft", "wrap", "root")],
+)
+def test_a_lora(ranks, kind, first, head):
+    for found in ranks(2).run(lora, kind, first, head):
+        assert max(found.values()) < 1e-5, found
+
+
+def lora_with_groups_inside(kind: str) -> str:
+    """A part that FSDP gathers when it is called, which a fused head does not."""
+    with megatron() as parallel_state:
+        model, group = with_lora(kind), parallel_state.get_data_parallel_group()
+        layer, batch = model.output_layer, make_batch(parallel_state)
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"in_{group.group_name}",))
+        fully_shard(
+            layer.adapter.linear_in if kind == "bridge" else layer.lora_A["first"], mesh=mesh
+        )
+        wrap(model, group, head="own")
+        expected, expected_grads = train(model, [batch], plain)
+        (report,) = patch_model(model, LogprobConfig()).reports
+        got, grads = train(model, [batch], plain)
+        assert not report.fusable
+        assert relative(got[0], expected[0]) < 1e-5
+        assert worst(grads, expected_grads) < 1e-5
+        return report.reason
+
+
+@pytest.mark.parametrize("kind", ["bridge", "peft"])
+def test_a_lora_with_groups_inside_is_not_fused(ranks, kind):
+    for reason in ranks(2).run(lora_with_groups_inside, kind):
+        assert "FSDP shards its adapter" in reason
 
 
 OWN: dict[str, Any] = {"head": "own"}
