@@ -223,7 +223,9 @@ def run_next_tokens(tp: int, cp: int, bounds: tuple[int, ...] | None) -> dict[st
     with megatron(tp=tp, cp=cp) as state:
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB)
+        # Learned positions are of each token; rotary ones Megatron finds by the rank.
+        kind = "rope" if bounds else "learned_absolute"
+        model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB, position_embedding_type=kind)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, VOCAB, (1 if bounds else 2, 16), generator=generator)
         upstream = torch.randn(len(tokens), 15, generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_logprobs.dropin import _common, areal, ms_swift, roll, skyrl, verl
+from mcore_logprobs.dropin import _common, areal, ms_swift, nemo_rl, roll, skyrl, verl
 from mcore_logprobs.kernels import budgets
 from tests.dropin.common import (
     LAYOUTS,
@@ -413,3 +414,43 @@ def test_a_chunk_of_positions_is_of_every_sequence(monkeypatch: pytest.MonkeyPat
     target = torch.zeros(3, 4, dtype=torch.int64)
     _common.token_logprobs(torch.randn(3, 4, 8), target, None, chunk_size=2)
     assert seen == [6]
+
+
+# ---- inference_only ------------------------------------------------------------------------------
+
+
+def _for_inference() -> dict[str, Any]:
+    """Every function of NeMo-RL's and SkyRL's names that has the flag."""
+    found = {}
+    for module in (nemo_rl, skyrl):
+        for name in module.__all__:
+            function = getattr(getattr(module, name), "apply", getattr(module, name))
+            if callable(function) and "inference_only" in inspect.signature(function).parameters:
+                found[f"{module.__name__.rpartition('.')[2]} {name}"] = function
+    return found
+
+
+@pytest.mark.parametrize("name", _for_inference())
+def test_no_gradient_where_it_is_for_inference_only(name: str) -> None:
+    function = _for_inference()[name]
+    logits, hidden = normal(1, 6, VOCAB), normal(1, 6, 4)
+    weight, ids = normal(VOCAB, 4, seed=2), torch.arange(6)[None]
+    one = _common.ONE_PROCESS
+    values = {"vocab_parallel_logits": logits, "student_logits": logits, "target_logits": logits}
+    values |= {"hidden": hidden, "tensor_parallel_hidden_states": hidden.transpose(0, 1)}
+    values |= dict.fromkeys(("weight", "lm_head_weight", "output_weight_layer"), weight)
+    values |= {"target": ids, "global_indices": ids[..., None], "runtime_gather_output": None}
+    values |= {"vocab_start_index": 0, "vocab_end_index": VOCAB, "chunk_size": 3}
+    values |= {"tp_group": one, "group": one, "top_k": None, "top_p": 0.9}
+    values |= {"cu_seqlens_padded": torch.tensor([0, 6]), "unpacked_seqlen": 6}
+    parameters = inspect.signature(function).parameters.values()
+    call = {p.name: values[p.name] for p in parameters if p.default is p.empty}
+    call = {k: x.clone().requires_grad_() if k in LEARNING else x for k, x in call.items()}
+    learning, quiet = (function(**call, inference_only=flag) for flag in (False, True))
+    assert learning.requires_grad
+    assert not quiet.requires_grad
+    assert torch.equal(learning.detach(), quiet)
+
+
+LEARNING = ("vocab_parallel_logits", "student_logits", "hidden", "tensor_parallel_hidden_states")
+LEARNING += ("weight", "lm_head_weight", "output_weight_layer")
