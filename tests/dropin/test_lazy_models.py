@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -399,6 +400,14 @@ def test_the_first_call_is_in_a_pipeline(ranks: Any) -> None:
     first, last = ranks(2).run(in_a_pipeline, timeout=100)
     assert not first
     assert last == ["LazyLogits"] * 3
+
+
+def test_what_a_model_s_config_says_of_a_head() -> None:
+    own = {"chunk_size": 7, "backend": "torch", "logits_dtype": torch.bfloat16, "saved_bytes": 512}
+    config = SimpleNamespace(**{f"logprob_{name}": value for name, value in own.items()})
+    assert lazy_models.head_settings(config) == {"fused": True, **own}
+    config.logprob_fused = "require"
+    assert lazy_models.head_settings(config) == {"fused": "require", **own}
 
 
 def test_the_setting(monkeypatch: Any) -> None:
