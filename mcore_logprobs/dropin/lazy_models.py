@@ -129,11 +129,16 @@ def before_call(model: Any, args: object) -> None:
     if settings["fused"] != "require" and not report.fusable:
         say_unfused(report.reason, head_tp_group(layer))
         return
+    forward = vars(model).get("forward")
     patch_own_stage(model, LogprobConfig(output="loss", logits="lazy", **settings))
     patch = patch_of(model)
     assert patch is not None
     patch.automatic = fused
-    _say_once(f"{type(model).__name__}: gives lazy logits from now on")
+    name = type(model).__name__
+    if vars(model).get("forward") is forward:
+        _say_once(f"{name}: gives lazy logits from now on")
+    else:  # hybrid models: torch has looked up the forward of this call before the hook
+        _say_once(f"{name}: gives lazy logits from its next call on")
 
 
 def _say_once(line: str) -> None:

@@ -111,3 +111,15 @@ def test_cu_seqlens_on_another_device_are_refused():
 def test_one_rank_makes_no_demand_on_lengths():
     where = SequenceLayout.of("zigzag", 1, 7, torch.tensor([0, 3, 7]))
     assert where.positions(0).tolist() == list(range(7))
+
+
+def test_bounds_that_begin_below_0_are_refused():
+    with pytest.raises(ValueError, match="start at 0"):
+        SequenceLayout.of("zigzag", 2, 8, torch.tensor([-4, 8]))
+
+
+@pytest.mark.parametrize("cu", [[0, 8, 8], [0, 0, 8], [0, 4, 8, 8, 8]])
+def test_empty_sequences_have_chunk_starts_in_range(cu):
+    for layout in ("zigzag", "contiguous"):
+        where = SequenceLayout.of(layout, 2, 8, torch.tensor(cu))
+        assert where.chunk_starts().max() < where.local_length

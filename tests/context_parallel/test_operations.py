@@ -296,3 +296,29 @@ def test_any_number_that_the_dtype_holds_is_a_fill(dtype, fill, expected):
     assert got[0, -1].item() == expected
     assert not got.requires_grad
     assert context_parallel_shift(torch.ones(1, 3, dtype=dtype))[0, -1].item() == 0
+
+
+def _one_row_in_place() -> None:
+    """A row of its own is contiguous both ways: the gathered tensor is no view even then."""
+    x = torch.arange(4.0).view(1, 4).requires_grad_()
+    group = dist.group.WORLD
+    gathered = context_parallel_gather(x, cp_group=group, layout="contiguous", grad="slice")
+    gathered.mul_(2.0)
+    gathered.sum().backward()
+    assert x.grad.tolist() == [[2.0] * 4]
+
+
+def test_one_gathered_row_may_be_changed_in_place(ranks):
+    ranks(2).run(_one_row_in_place)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (torch.tensor([2.5]), "int32 or int64 tensor, got torch.float32"),
+        ([True], "a tensor or a list of ints"),
+    ],
+)
+def test_lengths_that_are_no_integers_are_refused(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        context_parallel_shift(torch.zeros(1, 4), lengths=lengths)

@@ -134,3 +134,30 @@ def test_rows_without_padding(lazy: bool) -> None:
     assert on_hidden.abs().sum(-1).nonzero().squeeze(1).tolist() == kept.tolist()
     assert areal.unpad_logits(torch.arange(6.0), 2).tolist() == [0.0, 1.0, 2.0, 3.0]
     assert areal.unpad_logits(torch.arange(18.0), 2, cu_seqlens, old).tolist() == kept.tolist()
+
+
+@pytest.mark.parametrize("name", ["vocab_parallel_logprobs", "vocab_parallel_token_stats"])
+def test_a_chunk_is_of_the_first_dimension(monkeypatch: Any, name: str) -> None:
+    seen = []
+    original = getattr(areal.ours, name)
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(options["chunk_size"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(areal.ours, name, spy)
+    logits, labels = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.int64)
+    function = areal.gather_logprobs if "logprobs" in name else areal.gather_logprobs_entropy
+    function(logits, labels, chunk_size=3)
+    assert seen == [15]
+
+
+def test_bounds_that_do_not_fit_are_refused() -> None:
+    rows = torch.arange(16.0)
+    with pytest.raises(ValueError, match="cu_seqlens: expected a tensor"):
+        areal.unpad_logits(rows, 0, None, torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match="old_cu_seqlens: expected at most 4 rows from row 0"):
+        areal.unpad_logits(rows, 0, torch.tensor([0, 4, 16]), torch.tensor([0, 5, 17]))
+    # A last sequence that is all padding.
+    padded, old = torch.tensor([0, 4, 8, 16]), torch.tensor([0, 3, 7])
+    assert areal.unpad_logits(rows, 0, padded, old).tolist() == [0, 1, 2, 4, 5, 6, 7]

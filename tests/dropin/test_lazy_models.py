@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -402,14 +401,6 @@ def test_the_first_call_is_in_a_pipeline(ranks: Any) -> None:
     assert last == ["LazyLogits"] * 3
 
 
-def test_what_a_model_s_config_says_of_a_head() -> None:
-    own = {"chunk_size": 7, "backend": "torch", "logits_dtype": torch.bfloat16, "saved_bytes": 512}
-    config = SimpleNamespace(**{f"logprob_{name}": value for name, value in own.items()})
-    assert lazy_models.head_settings(config) == {"fused": True, **own}
-    config.logprob_fused = "require"
-    assert lazy_models.head_settings(config) == {"fused": "require", **own}
-
-
 def test_the_setting(monkeypatch: Any) -> None:
     with pytest.raises(ValueError, match="fused: expected 'auto', 'require' or False, got 'of"):
         switch.switch_on("slime", fused="off")
@@ -425,3 +416,89 @@ def test_the_setting(monkeypatch: Any) -> None:
     monkeypatch.setenv("MCORE_LOGPROBS_FUSED", "requir")
     with pytest.raises(ValueError, match=r"MCORE_LOGPROBS_FUSED: expected .*, got 'requir'"):
         switch.switch_on("slime")
+
+
+def a_drop_in_beside_lazy_models() -> None:
+    """An unfused head: what Megatron's RL gets is not what the automatic patch would give."""
+    with megatron() as parallel_state:
+        inputs = make_batch(parallel_state)["inputs"]
+        model = built()
+        call = model, inputs["input_ids"], inputs["position_ids"]
+        want = megatron_rl.get_logprobs(*call, no_grad=True)
+        off = lazy_models.lazy_models("auto")
+        try:
+            beside = built()
+            beside.load_state_dict(model.state_dict())
+            beside.output_layer.register_forward_hook(lambda *_: None)
+            assert relative(megatron_rl.get_logprobs(beside, *call[1:], no_grad=True), want) < 1e-6
+        finally:
+            off()
+
+
+def test_a_drop_in_that_patches_keeps_its_patch(ranks: Any) -> None:
+    ranks(1).run(a_drop_in_beside_lazy_models)
+
+
+def a_head_that_cannot_be_fused() -> list[str]:
+    from tests.megatron.test_lora import said
+
+    with megatron() as parallel_state:
+        inputs = make_batch(parallel_state)["inputs"]
+        for fused in ("auto", "require"):
+            off = lazy_models.lazy_models(fused)
+            try:
+                model = built()
+                model.output_layer.register_forward_hook(lambda *_: None)
+                if fused == "require":
+                    with pytest.raises(ValueError, match="fused='require', but a forward hook"):
+                        model(**inputs)
+                    continue
+                with said() as lines:
+                    assert type(model(**inputs)) is Tensor
+            finally:
+                off()
+        return lines
+
+
+def test_a_head_that_cannot_be_fused(ranks: Any) -> None:
+    """ "auto" says so once, "require" raises."""
+    (line,) = ranks(1).run(a_head_that_cannot_be_fused)[0]
+    assert "a forward hook" in line
+
+
+def test_a_head_s_settings_are_its_config_s() -> None:
+    from types import SimpleNamespace
+
+    own = {
+        "fused": "require",
+        "chunk_size": 3,
+        "backend": "torch",
+        "logits_dtype": torch.bfloat16,
+        "saved_bytes": 5,
+    }
+    config = SimpleNamespace(**{f"logprob_{name}": x for name, x in own.items()})
+    assert lazy_models.head_settings(config) == own
+
+
+@pytest.mark.parametrize("fused", [0, None, True, "always"])
+def test_what_no_setting_is(fused: Any) -> None:
+    with pytest.raises(ValueError, match="fused: expected 'auto', 'require' or False"):
+        lazy_models.check_fused(fused)
+
+
+def a_hybrid_model() -> list[str]:
+    """What two calls give. torch looks the first one's forward up before the model is patched."""
+    from tests.megatron.common import MAMBA
+
+    with megatron() as parallel_state:
+        inputs = make_batch(parallel_state)["inputs"]
+        off = lazy_models.lazy_models("require")
+        try:
+            model = mm.build_hybrid_model(tiny_config(**MAMBA), vocab_size=VOCAB, pattern="M*")
+            return [type(model(**inputs)).__name__ for _ in range(2)]
+        finally:
+            off()
+
+
+def test_hybrid_models_give_lazy_logits(ranks: Any) -> None:
+    assert ranks(1).run(a_hybrid_model) == [["Tensor", "LazyLogits"]]

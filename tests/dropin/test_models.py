@@ -447,3 +447,35 @@ def test_settings_of_the_frameworks() -> None:
     node = UserDict(log_probs_chunk_size=8, temperature=0.6)
     config = logprob_config(UserDict(use_fused_kernels=True), node)
     assert (config.fused, config.chunk_size, config.temperature) == (True, 8, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "expected"),
+    [
+        ("top_k", -1, "top_k", None),
+        ("top_k", 7, "top_k", 7),
+        ("top_p", 0.9, "top_p", 0.9),
+        ("min_p", 0.1, "min_p", 0.1),
+        ("calculate_entropy", True, "entropy", True),
+        ("calculate_sum_pi_squared", True, "sum_pi_squared", True),
+        ("logprobs_chunk_size", 5, "chunk_size", 5),
+        ("logprob_chunk_size", 0, "chunk_size", None),
+    ],
+)
+def test_each_name_of_the_frameworks(name: str, value: Any, field: str, expected: Any) -> None:
+    assert getattr(logprob_config({name: value}, temperature=1.0), field) == expected
+
+
+def stage_without_a_head() -> bool:
+    """What the model of a first pipeline stage gives goes on to the next."""
+    with megatron(pp=2) as state:
+        model = mm.build_gpt_model(tiny_config(num_layers=2), vocab_size=VOCAB)
+        tokens, place = torch.zeros(2, 8, dtype=torch.int64), torch.arange(8).expand(2, 8)
+        if state.is_pipeline_last_stage():
+            model.set_input_tensor(torch.zeros(8, 2, model.config.hidden_size))
+        got = megatron_rl.get_logprobs(model, tokens, place)
+        return got.shape == ((2, 7) if model.post_process else (8, 2, model.config.hidden_size))
+
+
+def test_a_stage_without_a_head_gives_what_its_model_does(ranks) -> None:
+    assert ranks(2).run(stage_without_a_head) == [True, True]

@@ -241,3 +241,16 @@ def test_what_miles_alone_asks_for() -> None:
     arguments = {"unconcat_tokens": [], "total_lengths": [], "response_lengths": []}
     with pytest.raises(ValueError, match="max_seq_lens: expected the padded lengths"):
         miles.get_log_probs_and_entropy(logits[None], args={"qkv_format": "bshd"}, **arguments)
+
+
+def test_miles_refuses_true_on_policy_and_keeps_its_chunks(monkeypatch: Any) -> None:
+    arguments = {"unconcat_tokens": [], "total_lengths": [], "response_lengths": []}
+    logits = normal(1, 5, VOCAB)
+    with pytest.raises(ValueError, match="true_on_policy: expected False"):
+        miles.get_log_probs_and_entropy(logits, args={"true_on_policy_mode": True}, **arguments)
+    seen = []
+    monkeypatch.setattr(
+        miles.slime, "calculate_log_probs_and_entropy", lambda *given, **_: seen.append(given[4])
+    )
+    miles.calculate_log_probs_and_entropy(logits[0], torch.zeros(5), None, chunk_size=3)
+    assert seen == [3]

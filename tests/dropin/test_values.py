@@ -454,3 +454,52 @@ def test_no_gradient_where_it_is_for_inference_only(name: str) -> None:
 
 LEARNING = ("vocab_parallel_logits", "student_logits", "hidden", "tensor_parallel_hidden_states")
 LEARNING += ("weight", "lm_head_weight", "output_weight_layer")
+
+
+@pytest.mark.parametrize("others", [{}, {"top_p": 0.99}, {"top_k": 20}], ids=str)
+def test_min_p_is_a_filter_alone_and_beside_others(others: dict[str, Any]) -> None:
+    logits = normal(1, 4, VOCAB)
+    p = logits.double().softmax(-1)
+    kept = p.where(p >= 0.5 * p.amax(-1, keepdim=True), 0.0)
+    best = p.argmax(-1)
+    want = take((kept / kept.sum(-1, keepdim=True)).log(), best)
+    assert_near(_common.token_logprobs(logits, best, None, min_p=0.5, **others), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_next_tokens_of_any_integers(dtype: torch.dtype) -> None:
+    assert _common.next_tokens(torch.tensor([[1, 2]], dtype=dtype)).tolist() == [[2, -100]]
+
+
+def test_a_batch_of_no_sequences() -> None:
+    ids = torch.zeros(0, 4, dtype=torch.int64)
+    got = _common.token_logprobs(torch.zeros(0, 4, VOCAB), ids, None, chunk_size=2)
+    assert got.shape == (0, 4)
+
+
+def test_padding_of_targets_asks_for_nothing() -> None:
+    target = torch.tensor([[1, 2, 3]])
+    assert _common.shard_padded(target, 5, None).tolist() == [[1, 2, 3, -100, -100]]
+
+
+def test_ms_swift_s_masked_labels_in_log_probabilities() -> None:
+    """Its call of before 4.6: labels of -100 give 0 there as well, and no gradient."""
+    log_probs = normal(2, 3, VOCAB).log_softmax(-1).requires_grad_()
+    labels = torch.tensor([[3, -100, 0], [-100, 23, 7]])
+    got = ms_swift.vocab_parallel_gather_logps(log_probs, labels, log_probs)
+    want = take(log_probs.detach(), labels.clamp(min=0)).where(labels >= 0, 0.0)
+    assert_near(got, want)
+    got.sum().backward()
+    assert torch.equal(log_probs.grad.sum(-1), (labels >= 0).float())
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(512, None), (64, 64)])
+def test_ms_swift_s_rows_of_an_entropy(monkeypatch: Any, asked: int, expected: int | None) -> None:
+    seen = []
+    monkeypatch.setattr(
+        ms_swift.ours,
+        "vocab_parallel_entropy",
+        lambda x, chunk_size=None: seen.append(chunk_size),
+    )
+    ms_swift.vocab_parallel_entropy(normal(1, 3, VOCAB), asked)
+    assert seen == [expected]

@@ -374,3 +374,59 @@ def float64_truth() -> dict[str, float]:
 def test_log_probabilities_against_float64(ranks):
     errors = ranks(1).run(float64_truth)[0]
     assert max(errors.values()) < 2e-5, errors
+
+
+def of_another_group() -> None:
+    """The head's own TP group, which need not be Megatron's."""
+    from mcore_logprobs.megatron.adapters import head_lora
+
+    with megatron():
+        layer = build(1).output_layer
+        layer.to_wrap.tp_group = torch.distributed.group.WORLD
+        assert head_lora(layer).group is torch.distributed.group.WORLD
+
+
+def test_a_lora_s_group_is_its_layer_s(ranks):
+    ranks(2).run(of_another_group)
+
+
+def narrower(adapter: Any) -> None:
+    adapter.linear_in.weight = nn.Parameter(adapter.linear_in.weight[:2].detach())
+
+
+def other_class(adapter: Any) -> None:
+    adapter.__class__ = type("CanonicalAdapter", (ParallelLinearAdapter,), {})
+
+
+OTHERS = {
+    "class": (other_class, "its adapter, a CanonicalAdapter, is not a plain LoRA"),
+    "scale": (lambda x: setattr(x, "_external_tp_reduce_scale", 0.5), "scales its output once"),
+    "expert": (lambda x: setattr(x, "is_expert", True), "made for another kind of layer"),
+    "alpha": (lambda x: setattr(x, "alpha", torch.ones(1)), "no number alpha"),
+    "forward": (lambda x: setattr(x.linear_in, "forward", abs), "linear_in that is not Megatron's"),
+    "dtype": (lambda x: x.linear_out.bfloat16(), "linear_out of another kind or dtype"),
+    "shape": (narrower, "linear_in of shape"),
+    "gathers": (lambda x: setattr(x.linear_out, "gather_output", True), "split over TP in another"),
+    "sequence": (
+        lambda x: setattr(x, "disable_sequence_parallel_comm", False),
+        "differ in sequence parallelism",
+    ),
+    "forward hook": (lambda x: x.linear_in.register_forward_hook(lambda *_: None), "hooks on"),
+    "backward hook": (lambda x: x.linear_in.register_full_backward_hook(abs), "hooks on"),
+    "backward pre-hook": (lambda x: x.linear_in.register_full_backward_pre_hook(abs), "hooks on"),
+}
+
+
+def other_adapters(tp: int) -> None:
+    with megatron(tp=tp):
+        for name, (change, reason) in OTHERS.items():
+            model = build(tp)
+            assert head_report(model).fusable
+            change(model.output_layer.adapter)
+            found = head_report(model)
+            assert not found.fusable, name
+            assert reason in found.reason, found.reason
+
+
+def test_other_adapters_are_not_fused(ranks):
+    ranks(2).run(other_adapters, 2)

@@ -154,3 +154,27 @@ def test_with_reductions_that_overlap(ranks: Any, head: str) -> None:
 def test_two_consumers_of_lazy_logits(ranks: Any, head: str) -> None:
     """One has them from hidden states, the other from the layer's own call."""
     check(head, ranks, ("both",), {"logits": "lazy"})
+
+
+def test_which_gradients_go_into_main_grad() -> None:
+    """Not where there is no buffer yet, nor where FSDP makes it when the gradient arrives."""
+    from mcore_logprobs.megatron.ddp import into_main_grad
+
+    layer = types.SimpleNamespace(gradient_accumulation_fusion=True)
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.main_grad = None
+    assert not into_main_grad(layer, weight)
+    weight.main_grad = torch.zeros(2)
+    assert into_main_grad(layer, weight)
+    weight.__fsdp_param__ = True
+    assert not into_main_grad(layer, weight)
+
+
+def test_a_cast_weight_s_gradient_goes_into_main_grad() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.main_grad = torch.zeros(2)
+    layer: Any = types.SimpleNamespace(gradient_accumulation_fusion=True)
+    cast = accumulated(layer, weight, torch.bfloat16)
+    assert cast.dtype is torch.bfloat16
+    cast.sum().backward()
+    assert weight.main_grad.tolist() == [1.0, 1.0]

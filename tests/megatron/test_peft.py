@@ -197,3 +197,79 @@ def test_what_is_not_known_takes_the_logits_path(ranks: Any) -> None:
 
 def test_what_is_switched_off_adds_nothing(ranks: Any) -> None:
     ranks(1).run(switched_off)
+
+
+def one_of_two() -> float:
+    """PEFT's set_adapter: only the active adapters' parts are added."""
+    with megatron() as parallel_state:
+        model, batch = build(1, names=("first", "second")), make_batch(parallel_state)
+        model.output_layer.active_adapters = ["second"]
+        expected, _ = step(model, batch)
+        with patch_gpt_model(model, LogprobConfig(fused="require")):
+            return relative(loss_of(step(model, batch)[0]), expected)
+
+
+def test_an_adapter_that_is_not_active_adds_nothing(ranks: Any) -> None:
+    assert ranks(1).run(one_of_two)[0] < 2e-5
+
+
+def no_mark(layer: Any) -> None:
+    layer.base_layer.sequence_parallel = True
+
+
+def other_dtype(layer: Any) -> None:
+    layer.lora_A.bfloat16()
+
+
+def transposed(layer: Any) -> None:
+    weight = layer.lora_B["first"].weight
+    layer.lora_B["first"].weight = nn.Parameter(weight.detach().t().contiguous())
+
+
+OTHERS = {
+    "variant": (lambda x: setattr(x, "lora_variant", {"first": object()}), "a variant of LoRA"),
+    "dropout": (lambda x: x.lora_dropout.update({"first": nn.ReLU()}), "a ReLU for dropout"),
+    "scaling": (lambda x: x.scaling.update(first=torch.ones(1)), "no number for scaling"),
+    "forward": (lambda x: setattr(x.lora_A["first"], "forward", abs), "a lora_A that is a Linear"),
+    "class": (
+        lambda x: setattr(x.lora_A["first"], "__class__", type("Other", (nn.Linear,), {})),
+        "a lora_A that is a Other",
+    ),
+    "dtype": (other_dtype, "a lora_A of another kind or dtype"),
+    "shape": (transposed, "parts of shapes"),
+    "gathers": (lambda x: setattr(x.lora_B["first"], "gather_output", True), "gathers its output"),
+    "mode": (lambda x: setattr(x.lora_B["first"], "parallel_mode", None), "no part in tensor par"),
+    "mark": (no_mark, "without the mark sequence_parallel"),
+    "hook": (
+        lambda x: x.lora_A["first"].register_forward_hook(lambda *_: None),
+        "hooks on the Linear inside",
+    ),
+}
+
+
+def other_layers() -> None:
+    with megatron():
+        for name, (change, reason) in OTHERS.items():
+            model = build(1)
+            change(model.output_layer)
+            found = head_report(model)
+            assert not found.fusable, name
+            assert reason in found.reason, found.reason
+
+
+def test_other_layers_of_peft_s_form_are_not_fused(ranks: Any) -> None:
+    ranks(1).run(other_layers)
+
+
+def of_another_group() -> None:
+    """The head's own TP group, which need not be Megatron's."""
+    from mcore_logprobs.megatron.adapters import head_lora
+
+    with megatron():
+        layer = build(1).output_layer
+        layer.base_layer.tp_group = torch.distributed.group.WORLD
+        assert head_lora(layer).group is torch.distributed.group.WORLD
+
+
+def test_a_lora_s_group_is_its_layer_s(ranks: Any) -> None:
+    ranks(2).run(of_another_group)
