@@ -80,23 +80,32 @@ def _switched_fused() -> bool | Literal["require"]:
 
 
 def _watch(name: str, module: object) -> None:
-    """Every model of the class gets a hook for its calls, which does nothing without a setting."""
+    """Look at each model that is made of the class before its calls, without a setting in vain.
+
+    Not in a forward pre-hook: torch has looked up the model's forward by then, and the patch of a
+    hybrid model replaces it.
+    """
     owner = getattr(module, name, None)
-    if owner is None or getattr(owner.__init__, _MARK, False):
+    if owner is None or getattr(owner.__call__, _MARK, False):
         return
-    original = owner.__init__
+    make, run = owner.__init__, owner.__call__
 
-    @functools.wraps(original)
+    @functools.wraps(make)
     def init(self: nn.Module, *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        if before_call not in self._forward_pre_hooks.values():
-            self.register_forward_pre_hook(before_call)
+        make(self, *args, **kwargs)
+        vars(self)[_MARK] = True
 
-    setattr(init, _MARK, True)
-    owner.__init__ = init
+    @functools.wraps(run)
+    def call(self: nn.Module, *args: object, **kwargs: object) -> object:
+        if _MARK in vars(self):
+            before_call(self)
+        return run(self, *args, **kwargs)
+
+    setattr(call, _MARK, True)
+    owner.__init__, owner.__call__ = init, call
 
 
-def before_call(model: Any, args: object) -> None:
+def before_call(model: Any) -> None:
     """Patch a model that has a head and no patch; take the patch back once this is off."""
     if not has_head(model):
         return
@@ -129,16 +138,11 @@ def before_call(model: Any, args: object) -> None:
     if settings["fused"] != "require" and not report.fusable:
         say_unfused(report.reason, head_tp_group(layer))
         return
-    forward = vars(model).get("forward")
     patch_own_stage(model, LogprobConfig(output="loss", logits="lazy", **settings))
     patch = patch_of(model)
     assert patch is not None
     patch.automatic = fused
-    name = type(model).__name__
-    if vars(model).get("forward") is forward:
-        _say_once(f"{name}: gives lazy logits from now on")
-    else:  # hybrid models: torch has looked up the forward of this call before the hook
-        _say_once(f"{name}: gives lazy logits from its next call on")
+    _say_once(f"{type(model).__name__}: gives lazy logits from now on")
 
 
 def _say_once(line: str) -> None:

@@ -217,7 +217,7 @@ def _reason_against_pefts(layer: Any, gathered_by_then: bool) -> str:
                 return f"{kind} has a {part} that is a {type(linear).__name__}"
             if [parameter_name for parameter_name, _ in linear.named_parameters()] != ["weight"]:
                 return f"{kind} has a {part} with more than a weight"
-            if not _is_like(linear.weight, base, gathered_by_then):
+            if not _is_like(linear.weight, base_dtype(base), gathered_by_then):
                 return f"{kind} has a {part} of another kind or dtype than the layer"
         rank = a.weight.shape[0]
         shapes = (tuple(a.weight.shape), tuple(b.weight.shape))
@@ -265,7 +265,7 @@ def _reason_against_shapes(base: Any, adapter: Any, kind: str, gathered_by_then:
         layer = getattr(adapter, name)
         if type(layer).forward is not ColumnParallelLinear.forward or "forward" in vars(layer):
             return f"{kind} has a {name} that is not Megatron's ColumnParallelLinear"
-        if not _is_like(layer.weight, base, gathered_by_then):
+        if not _is_like(layer.weight, base_dtype(base), gathered_by_then):
             return f"{kind} has a {name} of another kind or dtype than the layer"
     expected = {
         "linear_in": (adapter.dim // ranks, base.input_size),
@@ -283,13 +283,13 @@ def _reason_against_shapes(base: Any, adapter: Any, kind: str, gathered_by_then:
     return ""
 
 
-def _is_like(weight: Any, base: Any, gathered_by_then: bool) -> bool:
-    """Whether it is a plain parameter of the layer's dtype, or will be one in a forward."""
+def _is_like(weight: Tensor, dtype: torch.dtype, gathered_by_then: bool) -> bool:
+    """Whether it is a plain parameter of this dtype, or will be one in a forward."""
     if type(weight) is not nn.Parameter:
         by_then = gathered_by_then and type(weight).__name__ == "DTensor"
         if not by_then or is_sharded(weight):  # by Megatron's, which gathers for modules it calls
             return False
-    return weight.dtype == base_dtype(base)
+    return weight.dtype == dtype
 
 
 def base_dtype(base: Any) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -467,8 +468,6 @@ def test_a_head_that_cannot_be_fused(ranks: Any) -> None:
 
 
 def test_a_head_s_settings_are_its_config_s() -> None:
-    from types import SimpleNamespace
-
     own = {
         "fused": "require",
         "chunk_size": 3,
@@ -486,19 +485,42 @@ def test_what_no_setting_is(fused: Any) -> None:
         lazy_models.check_fused(fused)
 
 
-def a_hybrid_model() -> list[str]:
-    """What two calls give. torch looks the first one's forward up before the model is patched."""
+def build(kind: str) -> Any:
     from tests.megatron.common import MAMBA
 
+    if kind == "gpt":
+        return built()
+    return mm.build_hybrid_model(tiny_config(**MAMBA), vocab_size=VOCAB, pattern="M*")
+
+
+def first_calls(kind: str) -> None:
+    """The calls at which a model's patch is put on, changed and taken off are as those after."""
     with megatron() as parallel_state:
-        inputs = make_batch(parallel_state)["inputs"]
-        off = lazy_models.lazy_models("require")
-        try:
-            model = mm.build_hybrid_model(tiny_config(**MAMBA), vocab_size=VOCAB, pattern="M*")
-            return [type(model(**inputs)).__name__ for _ in range(2)]
-        finally:
-            off()
+        batch = make_batch(parallel_state)
+        inputs, labels = batch["inputs"], batch["labels"]
+        plain = build(kind)
+        expected, real = plain(**inputs, labels=labels), plain(**inputs)
+        require = lazy_models.lazy_models("require")
+        for by_labels in (False, True):
+            model = build(kind)
+            model.load_state_dict(plain.state_dict())
+            if by_labels:
+                torch.testing.assert_close(model(**inputs, labels=labels), expected)
+            assert type(model(**inputs)) is LazyLogits
+        require()
+        torch.testing.assert_close(model(**inputs), real)
+        assert patch_of(model) is None
+        auto = lazy_models.lazy_models("auto")
+        assert type(model(**inputs)) is LazyLogits
+        require = lazy_models.lazy_models("require")
+        with pytest.raises(ValueError, match="fused='require'"):
+            model(**inputs).softmax(-1)
+        require()
+        torch.testing.assert_close(model(**inputs).softmax(-1), real.softmax(-1))
+        auto()
+        assert type(model(**inputs)) is Tensor
 
 
-def test_hybrid_models_give_lazy_logits(ranks: Any) -> None:
-    assert ranks(1).run(a_hybrid_model) == [["Tensor", "LazyLogits"]]
+@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
+def test_the_first_call_after_each_change(ranks: Any, kind: str) -> None:
+    ranks(1).run(first_calls, kind)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 import types
 from typing import Any
+from unittest import mock
 
 import torch
 
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import megatron_rl
-from tests.engine.truths import take
-from tests.megatron.common import VOCAB, megatron, relative, tiny_config, zigzag
+from mcore_logprobs.dropin._common import ONE_PROCESS
+from tests.megatron.common import VOCAB, megatron, tiny_config, zigzag
 
 
 def run_given(bounds: tuple[int, ...]) -> None:
@@ -46,31 +45,16 @@ def test_what_a_cp_rank_s_model_is_given(ranks) -> None:
 
 
 def test_padded_bounds_of_the_caller_stay() -> None:
-    @dataclasses.dataclass
-    class Params:
-        cu_seqlens_q: str = "q"
-        cu_seqlens_kv: str = "kv"
-        cu_seqlens_q_padded: Any = "padded"
-        cu_seqlens_kv_padded: Any = None
-        cp_group: Any = None
-        local_cp_size: int | None = None
+    from megatron.core.packed_seq_params import PackedSeqParams
 
-    group = types.SimpleNamespace(size=lambda: 2)
-    got = megatron_rl._for_ranks(Params(), group)
-    assert got == Params("q", "kv", "padded", "kv", group, 2)
-
-
-def test_packed_bins_take_the_parameters_of_packing(monkeypatch) -> None:
-    """Upstream's own function, with Megatron's argument for the sequences of a bin."""
-    packing = types.ModuleType("megatron.rl.sequence_packing_utils")
-    packing.get_default_packed_seq_params = lambda *given: given  # type: ignore[attr-defined]
-    training = types.ModuleType("megatron.training")
-    args = types.SimpleNamespace(rl_sequence_packing_max_sequences_per_bin=5)
-    training.get_args = lambda: args  # type: ignore[attr-defined]
-    for module in (packing, training):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    assert megatron_rl._upstream_s_own(tokens, True) == (8, 5, tokens.device)
+    cu, padded = torch.tensor([0, 3]), torch.tensor([0, 4])
+    params = PackedSeqParams("thd", cu, cu, cu_seqlens_q_padded=padded)
+    found = megatron_rl._for_ranks(params, ONE_PROCESS)
+    assert found.cu_seqlens_q_padded is padded
+    assert found.cu_seqlens_kv_padded is cu
+    assert params.cu_seqlens_kv_padded is None
+    for name, value in {"cp_group": ONE_PROCESS, "local_cp_size": 1}.items():
+        assert getattr(found, name, value) == value  # what this release has of them
 
 
 def test_flash_decode_is_off_in_every_config() -> None:
@@ -85,22 +69,16 @@ def test_flash_decode_is_off_in_every_config() -> None:
     assert inner.config.flash_decode
 
 
-def test_megatron_s_rl_takes_every_setting_of_the_head(monkeypatch) -> None:
-    seen = []
-    monkeypatch.setattr(megatron_rl, "whole_logprobs", lambda *given, **_: seen.append(given[2]))
-    monkeypatch.setattr(megatron_rl, "_returns_logits", lambda model: False)
+def settings_of_a_head() -> None:
     own = {"chunk_size": 3, "backend": "torch", "logits_dtype": torch.bfloat16, "saved_bytes": 5}
-    config = types.SimpleNamespace(**{f"logprob_{name}": x for name, x in own.items()})
-    model = types.SimpleNamespace(config=config)
-    megatron_rl.get_logprobs(model, torch.zeros(2, 4, dtype=torch.int64), None)
-    assert {name: getattr(seen[0], name) for name in own} == own
+    with megatron(), mock.patch.object(megatron_rl, "whole_logprobs") as called:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        for name, value in own.items():
+            setattr(model.config, f"logprob_{name}", value)
+        megatron_rl.get_logprobs(model, torch.zeros(2, 4, dtype=torch.int64), None)
+    (_, _, config, *_), _ = called.call_args
+    assert {name: getattr(config, name) for name in own} == own
 
 
-def test_a_model_of_logits_gives_the_asserted_dtype(monkeypatch) -> None:
-    logits, tokens = torch.randn(2, 6, 8), torch.arange(12).view(2, 6) % 8
-    monkeypatch.setattr(megatron_rl, "_returns_logits", lambda model: True)
-    monkeypatch.setattr(megatron_rl, "_collected_in", lambda: torch.bfloat16)
-    got = megatron_rl.get_logprobs(lambda *_, **__: logits, tokens, None)
-    assert got.dtype is torch.bfloat16
-    want = take(logits.double().log_softmax(-1)[:, :-1], tokens[:, 1:])
-    assert relative(got, want) < 1e-2
+def test_every_setting_of_the_head_is_taken(ranks) -> None:
+    ranks(1).run(settings_of_a_head)

@@ -265,7 +265,7 @@ def test_next_tokens(ranks, cp: int, bounds: str) -> None:
         assert max(errors.values()) < 2e-5, errors
 
 
-def test_a_model_without_groups() -> None:
+def test_a_model_without_groups(monkeypatch) -> None:
     """As upstream's own test makes one: it returns logits, and nothing of Megatron is set up."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -288,6 +288,10 @@ def test_a_model_without_groups() -> None:
     assert relative(found.detach(), want.detach()) < 1e-6
     assert found.requires_grad
     assert not quiet.requires_grad
+    monkeypatch.setattr(megatron_rl, "_collected_in", lambda: torch.bfloat16)
+    rounded = megatron_rl.get_logprobs(Model(), tokens, None)
+    assert rounded.dtype is torch.bfloat16
+    assert torch.equal(rounded, found.bfloat16())
 
 
 FLAG = {"return_logprobs_for_linear_ce_fusion": True}

@@ -146,31 +146,6 @@ def test_roll_cross_entropy_ignores_another_index(in_parts: bool) -> None:
     assert each[target == 7].tolist() == [0.0, 0.0]
 
 
-def run_encoders_over_cp(items: list[Tensor], upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    with megatron(tp=1, cp=2) as state:
-        rank = state.get_context_parallel_rank()
-        plan: list[Any] = [[("a", 1), ("b", 0)], []]
-        mine = [items[i] for _, i in plan[rank]]
-        leaf = torch.cat([upstream[:0], *mine]).requires_grad_()
-        whole = roll.encoder_sequence_parallel_gather(leaf, plan, [len(i) for i in items])
-        (whole * upstream).sum().backward()
-        same = torch.ones(3, requires_grad=True)
-        roll.encoder_small_batch_size_gather(same).sum().backward()
-        return whole, leaf.grad, same.grad
-
-
-def test_roll_encoders_over_cp(ranks) -> None:
-    """Items are split over TP x CP, of which a rank may have none; the share is of TP alone."""
-    items = [normal(n, 2, seed=n) for n in (3, 5)]
-    upstream = normal(8, 2)
-    want = torch.cat([upstream[3:], upstream[:3]]), upstream[:0]
-    results = ranks(2).run(run_encoders_over_cp, items, upstream)
-    for (whole, grad, same), mine in zip(results, want, strict=True):
-        assert torch.equal(whole, torch.cat(items))
-        assert torch.equal(grad, mine)
-        assert torch.equal(same, torch.ones(3))
-
-
 def run_first_choice() -> tuple[Tensor, Tensor, Tensor]:
     with megatron(tp=1, cp=2) as state:
         whole = normal(2, 8, VOCAB)

@@ -342,11 +342,16 @@ def test_roll_cross_entropy_in_place() -> None:
         roll.cross_entropy(leaf, target, reduction="median")
 
 
-def run_encoders(items: list[Tensor], upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    with megatron(tp=2, cp=1) as state:
-        rank = state.get_tensor_model_parallel_rank()
-        plan = [[("a", 2), ("b", 0)], [("c", 1)]]
-        leaf = torch.cat([items[i] for _, i in plan[rank]]).requires_grad_()
+Plan = list[list[tuple[str, int]]]
+
+
+def run_encoders(
+    tp: int, plan: Plan, items: list[Tensor], upstream: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    with megatron(tp=tp, cp=2 // tp) as state:
+        rank = state.get_tensor_and_context_parallel_group().rank()
+        mine = [items[i] for _, i in plan[rank]]
+        leaf = torch.cat([upstream[:0], *mine]).requires_grad_()
         whole = roll.encoder_sequence_parallel_gather(leaf, plan, [len(i) for i in items])
         (whole * upstream).sum().backward()
         same = torch.ones(3, requires_grad=True)
@@ -354,16 +359,19 @@ def run_encoders(items: list[Tensor], upstream: Tensor) -> tuple[Tensor, Tensor,
         return whole, leaf.grad, same.grad
 
 
-def test_roll_encoders(ranks) -> None:
-    items = [normal(n, 2, seed=n) for n in (3, 5, 1)]
-    upstream = normal(9, 2)
-    parts = upstream.split([3, 5, 1])
-    for (whole, grad, same), mine in zip(
-        ranks(2).run(run_encoders, items, upstream), ([2, 0], [1]), strict=True
-    ):
+@pytest.mark.parametrize(
+    ("tp", "plan"), [(2, [[("a", 2), ("b", 0)], [("c", 1)]]), (1, [[("a", 1), ("b", 0)], []])]
+)
+def test_roll_encoders(ranks, tp: int, plan: Plan) -> None:
+    """Items are split over TP x CP, of which a rank may have none; the share is of TP alone."""
+    items = [normal(n, 2, seed=n) for n in (3, 5, 1)][: sum(map(len, plan))]
+    upstream = normal(sum(map(len, items)), 2)
+    parts = upstream.split([len(item) for item in items])
+    results = ranks(2).run(run_encoders, tp, plan, items, upstream)
+    for (whole, grad, same), mine in zip(results, plan, strict=True):
         assert torch.equal(whole, torch.cat(items))
-        assert torch.equal(grad, torch.cat([parts[i] for i in mine]))
-        assert torch.equal(same, torch.full((3,), 0.5))
+        assert torch.equal(grad, torch.cat([upstream[:0], *(parts[i] for _, i in mine)]))
+        assert torch.equal(same, torch.full((3,), 1.0 / tp))
 
 
 # ---- ms-swift ------------------------------------------------------------------------------------
@@ -418,6 +426,9 @@ def test_a_chunk_of_positions_is_of_every_sequence(monkeypatch: pytest.MonkeyPat
 
 # ---- inference_only ------------------------------------------------------------------------------
 
+LEARNING = ("vocab_parallel_logits", "student_logits", "hidden", "tensor_parallel_hidden_states")
+LEARNING += ("weight", "lm_head_weight", "output_weight_layer")
+
 
 def _for_inference() -> dict[str, Any]:
     """Every function of NeMo-RL's and SkyRL's names that has the flag."""
@@ -450,10 +461,6 @@ def test_no_gradient_where_it_is_for_inference_only(name: str) -> None:
     assert learning.requires_grad
     assert not quiet.requires_grad
     assert torch.equal(learning.detach(), quiet)
-
-
-LEARNING = ("vocab_parallel_logits", "student_logits", "hidden", "tensor_parallel_hidden_states")
-LEARNING += ("weight", "lm_head_weight", "output_weight_layer")
 
 
 @pytest.mark.parametrize("others", [{}, {"top_p": 0.99}, {"top_k": 20}], ids=str)
