@@ -191,6 +191,51 @@ def test_inductor_rounds_logits_too(function: Callable[..., Tensor]) -> None:
         assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_bfloat16_head_without_a_break() -> None:
+    """What this CPU multiplies is asked while the graph is made: it cannot be traced."""
+    hidden, weight, target = inputs()
+    given = (*(x.detach().bfloat16().requires_grad_() for x in (hidden, weight)), target)
+    compiled = torch.compile(rounded, fullgraph=True, backend="eager")
+    with budgets.use(NARROW):
+        got, want = step(compiled)(*given), step(rounded)(*given)
+    torch.testing.assert_close(got, want)
+
+
+def with_filter(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return ours.linear_sampling_logprobs(hidden, weight, target, top_k=3)
+
+
+def with_kept_blocks(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return ours.linear_token_stats(hidden, weight, target, saved_bytes=1 << 20).logprobs
+
+
+def over_an_output(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return ours.vocab_parallel_logprobs(hidden @ weight.T, target, inplace_backward=True)
+
+
+def into_main_grad(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return ours.linear_token_stats(
+        hidden, weight, target, gradient_accumulation_fusion=True
+    ).logprobs
+
+
+@pytest.mark.night  # the page's list, which says no more than what torch itself says
+@pytest.mark.parametrize(
+    "function", [with_filter, with_kept_blocks, over_an_output, into_main_grad]
+)
+def test_what_raises_without_a_break(function: Callable[..., Tensor]) -> None:
+    """As docs/troubleshooting.md says; with breaks all of them run."""
+    given = inputs()
+    given[1].main_grad = torch.zeros(VOCAB, HIDDEN)  # type: ignore[attr-defined]
+    given[1].grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    with budgets.use(NARROW):
+        with pytest.raises(RuntimeError):
+            step(torch.compile(function, fullgraph=True, backend="aot_eager"))(*given)
+        torch._dynamo.reset()
+        got = torch.compile(function, backend="aot_eager")(*given)
+        torch.testing.assert_close(got, function(*given))
+
+
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
 def test_transforms_of_torch_func_are_refused(
     transform: Callable[..., Callable[..., Tensor]],

@@ -14,7 +14,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -45,7 +44,6 @@ def matmul_dtype(
     return torch.promote_types(dtype, torch.float32)
 
 
-@cache
 def _cpu_multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for products of bfloat16 numbers, and torch uses them."""
     if not torch.backends.mkldnn.is_available():
@@ -56,6 +54,11 @@ def _cpu_multiplies_bfloat16() -> bool:
         return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+# `torch.compiler.assume_constant_result` without the import of the compiler, which traces nothing
+# of the above.
+_cpu_multiplies_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, low_precision: bool = False) -> Tensor:
