@@ -434,6 +434,26 @@ def test_finite_logits_are_not_bounded_however_far_apart(dtype):
         assert abs(float(found) - exact) < 1e-6 * exact
 
 
+@pytest.mark.parametrize("kind", ["forward", "reverse", "cross_entropy"])
+def test_finite_logits_are_not_bounded_where_the_maxima_are_apart_too(kind):
+    """Both sides' log-probabilities are taken then, not the difference of two raw logits."""
+    near, far = torch.randn(2, 3, 37)
+    far[:, 1], far[:, 5] = torch.tensor([-12_000.0, -30_000.0, -2e6]), far[:, 5] + 9.0
+    student, teacher = (near, far) if kind == "reverse" else (far, near)
+    logits, upstream = student.clone().requires_grad_(), torch.tensor([0.5, -1.0, 2.0])
+    logp, logq = logits.double().log_softmax(-1), teacher.double().log_softmax(-1)
+    if kind == "cross_entropy":
+        exact = -(logq.exp() * logp).sum(-1)
+        found = vocab_parallel_soft_cross_entropy(logits, teacher)
+    else:
+        a, b = (logq, logp) if kind == "forward" else (logp, logq)
+        exact = (a.exp() * (a - b)).sum(-1)
+        found = vocab_parallel_kl_div(logits, teacher, kind=kind)
+    got, want = (torch.autograd.grad((x * upstream).sum(), logits) for x in (found, exact))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", pairs.KINDS)
 def test_plain_statistics_hold_four_copies_of_a_chunk(kind: str) -> None:
     rows, width = 16, 4096

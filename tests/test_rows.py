@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mcore_logprobs import linear_kl_div
+from mcore_logprobs.kernels import budgets
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.pair_source import beside
 from tests.helpers.memory import TensorsMade
@@ -118,3 +121,26 @@ def test_few_blocks_and_no_copy(x, blocks):
     with TensorsMade() as made:
         assert len(list(source.chunks())) == blocks
     assert made.made == []
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_given_teacher_logits_of_some_rows_have_their_temperatures(kind: str) -> None:
+    """In tiles of two rows by six blocks."""
+    hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(700, 8, requires_grad=True)
+    teacher, temperature = 2.0 * torch.randn(9, 700), torch.linspace(0.4, 2.5, 9)
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1], dtype=torch.bool)
+    upstream, held = torch.linspace(-1.0, 2.0, 9), 4 * 700 * 2
+    sizes = {"min_block": 64, "max_block": 128, "block_step": 64, "tile_rows": 2}
+    with budgets.use(replace(budgets.CPU, held_bytes=held, max_held_bytes=held, **sizes)):
+        found = linear_kl_div(
+            hidden, weight, teacher, kind=kind, temperature=temperature, mask=mask, compact=True
+        )
+        got = torch.autograd.grad((found * upstream).sum(), (hidden, weight))
+    over = temperature.double().unsqueeze(1)
+    logp = (hidden.double() @ weight.double().t() / over).log_softmax(-1)
+    logq = (teacher.double() / over).log_softmax(-1)
+    a, b = (logq, logp) if kind == "forward" else (logp, logq)
+    exact = torch.where(mask, (a.exp() * (a - b)).sum(-1), 0.0)
+    want = torch.autograd.grad((exact * upstream).sum(), (hidden, weight))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -197,6 +197,18 @@ def test_temperatures_at_the_limits(per_token: bool, backend: str) -> None:
         assert bool(leaf.grad.isfinite().all())
 
 
+def test_float64_logits_keep_their_digits_over_float32_temperatures() -> None:
+    logits = (5.0 * torch.randn(7, 31, dtype=torch.float64)).requires_grad_()
+    target, temperature = torch.randint(31, (7,)), torch.linspace(0.3, 2.9, 7)
+    found = vocab_parallel_logprobs(logits, target, temperature=temperature)
+    exact = (logits / temperature.double().unsqueeze(1)).log_softmax(-1)
+    exact = exact.gather(1, target.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(found, exact, rtol=1e-13, atol=1e-13)
+    upstream = torch.linspace(-1.0, 2.0, 7, dtype=torch.float64)
+    got, want = (torch.autograd.grad((x * upstream).sum(), logits) for x in (found, exact))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
 def test_softcaps_and_scales_at_the_limits() -> None:
     """A head whose logits are those numbers: hidden states of a unit matrix."""
     logits, target = torch.randn(5, VOCAB), torch.arange(5)
@@ -473,3 +485,15 @@ def test_a_record_of_logits_that_lie_with_the_sequence_first() -> None:
         found.append([value, *torch.autograd.grad(value, x, upstream)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_record_has_no_id_that_a_bias_forbids_beside_others() -> None:
+    record = torch.tensor([1, 3, 4, 6]), torch.tensor([0, 2, 4])
+    with pytest.raises(ValueError, match="no disallowed id in a record, got id 3 in row 0"):
+        ml.vocab_parallel_sampling_logprobs(
+            torch.randn(2, 11),
+            torch.tensor([1, 4]),
+            kept_ids=record,
+            logit_bias={3: -math.inf},
+            disallowed_ids=[5],
+        )

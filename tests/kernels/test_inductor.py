@@ -506,3 +506,47 @@ def test_more_of_torch_s_global_settings_than_a_code_object_has_variants_for(
                 assert "stats_kernel: compiled once more" in caplog.text
     finally:
         torch.set_num_threads(threads)
+
+
+def _terms_and_gradient(
+    logits: Tensor, scale: float, temperature: Tensor
+) -> tuple[GradientTerms, Tensor]:
+    """Terms with the last row's target in the last column, and their gradient in float64."""
+    rows, width = logits.shape
+    columns = torch.randint(width, (rows, 1))
+    columns[-1] = width - 1
+    coef, upstream, row_max = torch.randn(1, rows), torch.randn(rows, 1), logits.amax(-1)
+    over = (scale / temperature.double()).unsqueeze(1)
+    dz = ((logits.double() - row_max.double().unsqueeze(1)) * over).exp() * coef.double().t()
+    dz[torch.arange(rows), columns[:, 0]] += upstream[:, 0].double()
+    return GradientTerms(columns, upstream, row_max, coef, PLAIN), dz * over
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_an_invariant_gradient_of_scaled_logits(rows):
+    """Of a width that is not whole vectors."""
+    logits, temperature = 3.0 * torch.randn(rows, 4096 + 37), torch.linspace(0.6, 1.7, rows)
+    terms, want = _terms_and_gradient(logits, 0.5, temperature)
+    chunk, out = Chunk(logits, 4096 + 37, Processing.of(0.5, temperature=temperature)), logits + 1
+    inductor.INVARIANT.grad(chunk, terms, out=out, chunk_size=2)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-7)
+
+
+def test_a_gradient_of_another_stride_in_the_memory_of_the_logits():
+    memory = torch.randn(4 * 4300)
+    logits, out = (memory.as_strided((3, 4200), (stride, 1)) for stride in (4200, 4264))
+    terms, want = _terms_and_gradient(logits.clone(), 1.0, torch.ones(3))
+    inductor.grad(Chunk(logits, 4200), terms, out=out, chunk_size=3)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-7)
+
+
+def test_a_gradient_under_label_smoothing():
+    """By eager torch, as its statistics."""
+    logits, target = torch.randn(4, 4200, requires_grad=True), torch.tensor([1, 4199, 7, -100])
+    found = vocab_parallel_logprobs(logits, target, label_smoothing=0.3, backend="inductor")
+    q = torch.full((4, 4200), 0.3 / 4199, dtype=torch.float64)
+    q[torch.arange(3), target[:3]], q[3] = 0.7, 0.0
+    exact, upstream = (q * logits.double().log_softmax(-1)).sum(-1), torch.linspace(0.5, 2.0, 4)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    got, want = (torch.autograd.grad((x * upstream).sum(), logits) for x in (found, exact))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-8)

@@ -211,3 +211,10 @@ def test_how_products_are_made_is_told(monkeypatch):
     assert "a pass of its own" in products._slow("addmm", torch.bfloat16, device)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert products._slow("mm", torch.bfloat16, device).endswith("; torch 2.10 or later has it")
+
+
+def test_the_scale_is_of_the_largest_finite_magnitude():
+    finite = torch.tensor([3.0, 0.25, 700.0])
+    assert products.range_scale(finite) == 1.0
+    spoilt = torch.tensor([3.0, torch.inf, 0.25, torch.nan, 700.0])
+    assert products.range_scale(spoilt) == 1.0

@@ -230,3 +230,42 @@ def test_chunks_cover_the_rows_once(rows_, size):
     covered = [i for chunk in chunks for i in range(chunk.start, chunk.stop)]
     assert covered == list(range(rows_))
     assert all(chunk.stop - chunk.start <= size for chunk in chunks)
+
+
+def test_a_capped_row_of_nan_that_asks_for_nothing_gets_nothing():
+    logits = torch.randn(3, 9)
+    logits[1] = torch.nan
+    chunk = Chunk(logits, 8, Processing.of(0.5, 4.0, 0.7))
+    coef, upstream = torch.randn(1, 3), torch.randn(3)
+    coef[:, 1] = upstream[1] = 0.0
+    target, out = torch.tensor([2, 3, -1]), torch.full_like(logits, torch.nan)
+    _grad(chunk, target, upstream, coef, StatsSpec(), out=out, chunk_size=2)
+    assert (out[1] == 0).all()
+    assert (out[:, 8] == 0).all()
+    assert (out[::2, :8] != 0).all()
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_parts_of_sides_with_other_temperatures_merge(kind):
+    """The parts' maxima are apart, those of whole rows close."""
+    s, t = torch.randn(2, 4, 60)
+    s[:, 40:] += 0.6
+    temperature = torch.linspace(0.5, 1.5, 4)
+    both = [
+        Chunk(s, 60, Processing.of(temperature=1.9)),
+        Chunk(t, 60, Processing.of(temperature=temperature)),
+    ]
+    spec = pairs.PairSpec(kind)
+    parts = [
+        pairs.pair_stats(*(side.columns(part) for side in both), spec, chunk_size=3)
+        for part in (slice(0, 20), slice(20, 45), slice(45, 60))
+    ]
+    multipliers = tuple(side.processing.multiplier for side in both)
+    found = pairs.finalize_pair(pairs.merge_pairs(torch.cat(parts), spec, multipliers), spec).value
+    logp = (s.double() / 1.9).log_softmax(-1)
+    logq = (t.double() / temperature.double().unsqueeze(1)).log_softmax(-1)
+    if kind == "reverse":
+        logp, logq = logq, logp
+    exact = (logq.exp() * (logq - logp)).sum(-1)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)

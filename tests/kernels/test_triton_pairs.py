@@ -34,7 +34,7 @@ from tests.kernels.common import (
     setting_id,
 )
 from tests.kernels.interpreter import interpreted
-from tests.kernels.two_sides import BETA, check_pair, divergence_of, run_pair
+from tests.kernels.two_sides import BETA, check_pair, divergence_of, far_apart, run_pair
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [(BF16, BF16), (FP32, FP32), (FP32, BF16), (FP16, FP32)]
@@ -83,6 +83,14 @@ def test_every_pair_of_settings(setting):
         out = lay_out(out, "wide")
     ulps = 8.0 if setting["values"] == "normal" else 16.0
     check_pair(triton_backend, *sides, setting["kind"], out=out, ulps=ulps)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "cross_entropy"])
+@interpreted
+def test_finite_logits_are_not_bounded(kind):
+    student, teacher = far_apart(kind, 1200)
+    out = torch.empty(3, 1200, device=DEVICE)
+    check_pair(triton_backend, student, teacher, kind, out=out, ulps=8)
 
 
 @pytest.mark.parametrize("lacks", ["student", "teacher"])

@@ -65,6 +65,15 @@ def check_pair(
             assert torch.equal(side.logits.nan_to_num(7.0), copy.nan_to_num(7.0)), "modified"
 
 
+def far_apart(kind: str, width: int) -> tuple[Chunk, Chunk]:
+    """(student, teacher) of which one has finite logits far below -1e4, maxima apart."""
+    near, far = torch.randn(2, 3, width, device=DEVICE)
+    far[:, 1] = torch.tensor([-12_000.0, -30_000.0, -2e6], device=DEVICE)
+    far[:, 5] += 9.0
+    student, teacher = (near, far) if kind == "reverse" else (far, near)
+    return Chunk(student, width), Chunk(teacher, width)
+
+
 def divergence_of(
     kernels: Any, student: Chunk, teacher: Chunk, kind: str, beta: float = BETA
 ) -> Tensor:
