@@ -58,7 +58,7 @@ class RankHistogram:
 
 @dataclass(frozen=True)
 class MismatchStats:
-    """What `compare_logprobs` found; d and r as in the module's docstring.
+    """What `compare_logprobs` found. d is log p_train - log p_rollout of a token, and r is e^d.
 
     Attributes:
         tokens, sequences: how many the mask leaves (sequences with at least one token).

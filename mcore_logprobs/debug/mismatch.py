@@ -266,7 +266,8 @@ _DUMP_KEYS = list(takewhile(lambda name: name != "train", signature(explain_mism
 
 def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
     """The arguments of `explain_mismatch` from a file: a dictionary saved by `torch.save` (.pt), or
-    arrays saved by `numpy.savez` (.npz). Keys are the names of the arguments; numbers may be 0-d.
+    arrays saved by `numpy.savez` (.npz). Keys are the names of the arguments before `train`;
+    numbers may be 0-d.
 
     Nothing in the file is executed: pickled objects other than tensors and numbers are refused.
 

@@ -40,7 +40,8 @@ def top_entropy_mask(
     tokens at or above the entropy's (1 - share) quantile. As weights of `WeightedLoss`.
 
     Shape:
-        entropy, mask (bool or 0/1): `[...]` -> `[...]`; NaN everywhere if a counted entropy is.
+        entropy, mask (bool or 0/1): `[...]` -> `[...]`; 0.0 outside the mask,
+            NaN in all of it if a counted entropy is.
 
     Args:
         share: in (0, 1].

@@ -34,7 +34,7 @@ def lk_alpha_loss(total_variation: Tensor) -> Tensor:
 
     Samarin et al. 2026, LK Losses, arXiv:2602.23881. Its gradient is that of the total variation,
     divided by the acceptance rate. So it does not vanish for a draft whose tokens are rarely
-    accepted. The rate is taken as at least 1e-6.
+    accepted. The rate is taken as at least 1e-6; below that there is no gradient.
 
     Shape: any -> the same.
     """

@@ -111,7 +111,8 @@ def clip_fraction(
     """Return 1.0 at tokens whose gradient the clip removes, else 0.0; average it over your tokens.
 
     Shape:
-        `[...]` each -> float32 `[...]`, without gradient; NaN where the ratio is.
+        `[...]` each -> float32 `[...]`, without gradient; NaN where the ratio is and the
+        advantage is not 0.
     """
     for (name, check), value in zip(CLIP, (clip_low, clip_high), strict=True):
         check(name, value)

@@ -186,8 +186,9 @@ class TOPRLoss(_OfSequence):
     Called with (logprobs, entropy, sequence_log_ratio, advantages), all `[...]`.
 
     Attributes:
-        level: "token" (ROLL's topr) takes the token's own ratio for w, and one pass: called with
-            (logprobs, entropy, old_logprobs, advantages).
+        level: "token" takes the token's own ratio for w, and one pass: called with (logprobs,
+            entropy, old_logprobs, advantages). ROLL's topr does, where a sequence's score in place
+            of A says which tokens are tapered.
     """
 
     level: str = "sequence"
@@ -209,8 +210,9 @@ class VESPOLoss(_OfSequence):
         -sg(phi(w)) A log p,   phi(w) = w^k exp(lambda (1 - w))
 
     w is the product of the sequence's ratios; k and lambda are those of A's sign (the paper's c1
-    and c2). phi is 1 on policy and falls to 0 on both sides. The paper's objective is a sequence's
-    (`aggregation(mode="constant", length=1)`); TRL takes the mean over all tokens.
+    and c2). phi is 1 on policy and falls to 0 far from it; its largest value, at w = k / lambda, is
+    1.2 by default. The paper's objective is a sequence's (`aggregation(mode="constant",
+    length=1)`); TRL takes the mean over all tokens.
 
     Called with (logprobs, entropy, sequence_log_ratio, advantages), all `[...]`.
     """

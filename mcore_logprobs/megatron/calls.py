@@ -363,6 +363,13 @@ class Call:
         return self.config.output == "loss" and not more
 
     @property
+    def gives_stats(self) -> bool:
+        """Whether a block asks for more than output="loss" would hold."""
+        of_record = self.kept is not None and (self.kept.full or self.kept.entropy)
+        others = self.policy, self.mapped, self.teacher, self.also
+        return of_record or any(block is not None for block in others)
+
+    @property
     def unseen(self) -> str:
         """The settings that a loss of the model's own would not see, as text; "" for none."""
         got, plain = self.config.as_dict(), LogprobConfig(output="loss").as_dict()

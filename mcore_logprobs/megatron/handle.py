@@ -238,8 +238,9 @@ class PatchHandle:
         `stats.logprobs`, and the log-probabilities that a policy loss gets, come from a softmax
         over only the ids that the sampler kept for the token. All other statistics are those of the
         full distribution. If you ask for one of them (`full`, or `entropy`, `target_rank` or
-        `sum_pi_squared` of LogprobConfig), one pass computes both. If you ask for none, the call
-        costs no GEMM of the head, and `stats.lse` is None.
+        `sum_pi_squared` of LogprobConfig), one pass computes both. If you ask for none, and missing
+        is not "full", the call costs no GEMM of the head; `stats.lse` is None. The model returns a
+        TokenStats with any `output` if full or entropy is asked for.
 
         Args:
             kept_ids: (flat ids, offsets `[n + 1]`), integers, in the order of the flattened labels

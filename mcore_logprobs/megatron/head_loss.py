@@ -162,8 +162,7 @@ class _HeadRequest:
         if not isinstance(found, TokenStats):
             return pytree.tree_map_only(Tensor, self.tokens.from_head, found)
         stats = found.map(self.tokens.from_head)
-        more = call.policy or call.mapped or call.teacher or call.also
-        return stats if call.config.output == "stats" or more else stats.loss
+        return stats if call.config.output == "stats" or call.gives_stats else stats.loss
 
     def compute(self, source: AnySource) -> Any:
         """The result, as `[s, b, ...]` tensors; `[m, ...]` with rows."""

@@ -343,8 +343,8 @@ def vocab_parallel_topk_distill(
         teacher_topk_ids: `[..., k]` integers, global ids, likewise. Ids may repeat.
         mask: bool `[...]`; the student's results of False rows are 0, without a gradient.
         Returns (student log-probabilities `[..., k]`, the teacher's `[..., k]`, the student's
-        entropy `[...]` or None), float32 (the student's float64 for float64 logits), the same on
-        every TP rank. NaN, normalized over k ids that are all -inf.
+        entropy `[...]` or None), float32 (float64 for float64 logits, the student's and the
+        teacher's each), the same on every TP rank. NaN, normalized over k ids that are all -inf.
 
     Args:
         normalize: what the student's log-probabilities are normalized over: "vocab", all V columns;
@@ -397,7 +397,8 @@ def linear_topk_distill(
         mask: bool `[s, b]` or `[n]` (`[m]`); the student's results of False rows are 0, without a
             gradient.
         Returns (student log-probabilities `[..., k]`, the teacher's `[..., k]`, the student's
-        entropy `[...]` or None), float32 (the student's float64 for float64 operands), the same
+        entropy `[...]` or None), float32 (the student's float64 for float64 operands, the teacher's
+        for float64 logits), the same
         on every TP rank.
 
     Args:

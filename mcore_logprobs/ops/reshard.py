@@ -43,7 +43,7 @@ def reshard_vocabulary(
         tp_group: the ranks that are to share it. Every rank of source_group calls this, and the
             ranks of tp_group may be others.
 
-    Collectives: over source_group one all-gather of one number per rank (a host sync), then an
+    Collectives: over source_group one all-gather of two numbers per rank (a host sync), then an
     all-reduce of a resulting shard for each different one that its ranks want. Memory: two of them.
 
     Raises:

@@ -369,7 +369,8 @@ def vocab_parallel_sampling_logprobs(
             names the row. "full": nothing was masked there, so its results are those of the full
             distribution; this costs what `full` does. "ignore": 0, and no gradient.
         full: return a TokenStats that also has the log-probabilities of the full distribution
-            (`full_logprobs`) and its `lse`. They cost no further all-gather.
+            (`full_logprobs`) and its `lse`. With filters they cost one more all-gather, of
+            `[3, n]`; in replay none.
         entropy: with kept_ids: return a TokenStats that also has the entropy over the kept ids
             (`kept_entropy`), differentiable; with full also that of the full distribution
             (`entropy`).
@@ -383,10 +384,10 @@ def vocab_parallel_sampling_logprobs(
     - Filters: one all-gather of `[2 + c, n]`; top-p adds one all-reduce of `[n]`. With a top_k
       below 1024 c is top_k + 1 + max(16, top_k // 4), else 128. The c largest logits of each rank
       may not contain the cutoff: nearly flat rows, more ties at the k-th place, top_k above 1023.
-      Such rows are searched together, by 4 to 15 all-reduces of `[7, rows]` (float64: up to 26) and
-      two all-gathers per filter, of `[128, rows]` and `[2, rows]`. On a GPU a search always takes
-      13 all-reduces for bfloat16, 14 for float16, 18 for float32 and 29 for float64 logits, because
-      asking whether it is done would be a host sync.
+      Such rows are searched together: per filter 4 to 15 all-reduces of `[7, rows]` (float64: up to
+      26) and at most two all-gathers, of `[128, rows]` and `[2, rows]`; in the end an all-gather of
+      `[rows]`. On a GPU a search always takes 13 all-reduces for bfloat16, 14 for float16, 18 for
+      float32 and 29 for float64 logits, because asking whether it is done would be a host sync.
     - min_p alone needs no search: rows that keep more than the candidates share one all-reduce of
       `[1, rows]` and one all-gather.
     - Replay: one all-gather of `[3, n]`, with entropy of `[4, n]`; full and missing="full" add the

@@ -89,9 +89,9 @@ def vocab_parallel_token_stats(
         {shared}
 
     Collectives: forward one all-gather of `[k, n]` float32 over TP. k is 3, plus one for each of
-    entropy, sum_pi_squared and rank, plus two for label smoothing. The rank adds one all-reduce of
-    `[n]`. Backward none. On one rank there is none at all. With invariant_segments the all-gather
-    is of `[g/TP, k, n]`.
+    entropy, sum_pi_squared and rank, two for label smoothing and one per candidate. The rank adds
+    one all-reduce of `[n]`. Backward none. On one rank there is none at all. With
+    invariant_segments the all-gather is of `[g/TP, k, n]`.
 
     Memory: backward keeps the logits themselves and a few float32 numbers per row; the gradient, in
     the logits' dtype, is the only `[..., V/TP]` tensor made.
@@ -271,7 +271,9 @@ def linear_token_stats(
     of `[rows]` per tile (`[2, rows]` with a bias). Backward one all-reduce of dHidden per tile, in
     float32, while the next tile is computed. Sequence parallelism makes it a reduce-scatter, and
     gathers each tile of hidden, forward and backward, while the tile before it is computed. If a
-    LoRA's A requires a gradient, the backward ends in one all-reduce of `[r, h]` float32.
+    LoRA's A requires a gradient, the backward ends in one all-reduce of `[r, h]` float32. With
+    invariant_segments dHidden is sent by an all-to-all per tile, and without sequence parallelism
+    one all-gather.
 
     Memory: a chunk of logits and, where operands are bfloat16, its gradient; the gradients; for a
     bfloat16 weight without main_grad and more than one tile, dWeight in float32. Saved for

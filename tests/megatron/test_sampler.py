@@ -152,6 +152,32 @@ def test_against_float64(ranks, layout, change):
         assert not wrong
 
 
+def a_record_under_a_loss() -> None:
+    """What is asked for beside the loss is given, as other blocks give it."""
+    with megatron() as parallel_state:
+        step = Step(parallel_state, {}, "gpt", "")
+        count = step.labels.numel()
+        labels = step.labels.clamp(min=0)
+        ids = torch.stack([labels, (labels + 1) % VOCAB], -1)
+        record = ids.flatten(), torch.arange(0, 2 * count + 1, 2)
+        found = {}
+        for output in ("stats", "loss"):
+            with patch_model(step.model, LogprobConfig(output=output)) as handle:
+                for asked in ("", "full", "entropy"):
+                    flags = {asked: True} if asked else {}
+                    with handle.replay(record, **flags):
+                        found[output, asked] = step.model(**step.inputs, labels=step.labels)
+        assert torch.equal(found["loss", ""], found["stats", ""].loss)
+        for asked, name in (("full", "full_logprobs"), ("entropy", "kept_entropy")):
+            got, want = (getattr(found[output, asked], name) for output in ("loss", "stats"))
+            assert torch.equal(got, want)
+            assert want.any()
+
+
+def test_a_record_under_a_loss(ranks):
+    ranks(1).run(a_record_under_a_loss)
+
+
 def mistakes() -> None:
     with megatron() as parallel_state:
         step = Step(parallel_state, {}, "gpt", "")

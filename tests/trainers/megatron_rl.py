@@ -12,6 +12,7 @@ scale of the initial weights.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import runpy
 import sys
@@ -321,6 +322,13 @@ def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, dict[str, R
     return {"": with_fused(given, "false", "require")}
 
 
+def off_policy(given: Row) -> Row:
+    """Log-probabilities are 1/16 apart, and so is a ratio to those of the update before: norms of
+    later updates were 2e-2 to 8e-2 apart on several CPUs, the first one 7e-4.
+    """
+    return dataclasses.replace(given, first=0.07)
+
+
 PACKED = ["rl-use-sequence-packing"]
 PACKED_SP = [*PACKED, "sequence-parallel"]
 CORRECTED = ["rl-inference-logprobs-is-correction"]
@@ -338,6 +346,6 @@ ROWS = [
     row("CP 2", "GRPO", flags=["calculate-per-token-loss"]),
     row("PP 2", "GRPO"),
     rounded(row("TP 1", "GRPO")),
-    rounded(row("PP 2", "GRPO")),
+    off_policy(rounded(row("PP 2", "GRPO"), grad_norm=0.15)),
     row("DP 2", "GRPO, distributed optimizer", flags=["use-distributed-optimizer"]),
 ]
