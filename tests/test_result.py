@@ -179,6 +179,7 @@ def test_unpack_cuts_at_the_bounds_and_cuts_padding_off(seq_dim, as_tensor):
     [
         ([0, 4, 17], None, "cu_seqlens"),
         ([-1, 4], None, "cu_seqlens"),
+        ([4, 8], None, r"cu_seqlens: expected bounds that ascend from 0 to at most 16, got .4, 8."),
         ([0, 6, 4], None, "cu_seqlens"),
         ([], None, "cu_seqlens"),
         (torch.zeros(2, 2, dtype=torch.int32), None, "one dimension"),

@@ -208,15 +208,16 @@ class TokenStats:
         is a tensor on a GPU, as the results' shapes depend on them.
 
         Raises:
-            ValueError: bounds that do not ascend within `[0, T]`; lengths of another count, or past
-                their sequence's end.
+            ValueError: bounds that do not ascend from 0 to at most T; lengths of another count, or
+                past their sequence's end.
         """
         seq_dim = self._token_dim(seq_dim)
         bounds = _integers(cu_seqlens, "cu_seqlens")
         size = self.shape[seq_dim]
-        if len(bounds) < 1 or bounds[0] < 0 or bounds[-1] > size or bounds != sorted(bounds):
+        # Ends alone, without the 0 in front, would lose the first sequence.
+        if bounds[:1] != [0] or bounds[-1] > size or bounds != sorted(bounds):
             raise ValueError(
-                f"cu_seqlens: expected ascending bounds within [0, {size}], got {bounds}"
+                f"cu_seqlens: expected bounds that ascend from 0 to at most {size}, got {bounds}"
             )
         parts = list(itertools.pairwise(bounds))
         widths = [end - start for start, end in parts]
@@ -229,12 +230,12 @@ class TokenStats:
             )
 
         # One split of each tensor: the gradient of a slice of one's own would be of all tokens.
-        sizes = [bounds[0]]
+        sizes = []
         for n, width in zip(kept, widths, strict=True):
             sizes += [n, width - n]
         sizes.append(size - bounds[-1])
         pieces = {
-            id(x): x.split(sizes, seq_dim)[1:-1:2] for x in pytree.tree_leaves(self._per_token())
+            id(x): x.split(sizes, seq_dim)[:-1:2] for x in pytree.tree_leaves(self._per_token())
         }
 
         def piece(number: int) -> TokenStats:
