@@ -522,3 +522,19 @@ def test_a_teacher_s_log_sum_exp_may_be_rounded() -> None:
     )
     assert exact.isfinite().all()
     assert rounded.isfinite().all()
+
+
+def test_a_teacher_at_ids_gets_no_gradient_nor_does_its_lse() -> None:
+    student, teacher = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True).unbind()
+    ids = teacher.detach().topk(3).indices
+    values, lse = teacher.gather(-1, ids), teacher.logsumexp(-1)
+    found = vocab_parallel_topk_kl_div(student, values, ids, teacher_lse=lse, tail="ignore")
+    log_q = (values - lse.unsqueeze(-1)).detach()
+    exact = (log_q.exp() * (log_q - student.log_softmax(-1).gather(-1, ids))).sum(-1)
+    torch.testing.assert_close(found, exact)
+    upstream, grads = torch.tensor([1.0, -2.0, 0.5]).double(), []
+    for value in (found, exact):
+        both = (value * upstream).sum()
+        grads.append(torch.autograd.grad(both, (student, teacher), allow_unused=True))
+    assert grads[0][1] is grads[1][1] is None
+    torch.testing.assert_close(grads[0][0], grads[1][0])

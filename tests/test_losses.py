@@ -501,3 +501,19 @@ def test_advantages_may_be_integers(loss, dtype):
     expected = loss(new, None, *tensors[:place], advantages.float(), *tensors[place:])
     assert torch.equal(found, expected)
     assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_wider_per_token_tensor_keeps_its_digits(dtype):
+    wider = {torch.bfloat16: torch.float32, torch.float32: F64}[dtype]
+    logprobs = (-3.0 * torch.rand(3, 5)).to(dtype).requires_grad_()
+    old = (logprobs.detach().double() + 0.1 * torch.randn(3, 5, dtype=F64)).to(wider)
+    advantages, upstream = torch.randn(3, 5, dtype=wider), torch.randn(3, 5, dtype=F64)
+    loss = losses.ClippedLoss(clip_low=0.9, clip_high=9.0)(logprobs, None, old, advantages)
+    new = logprobs.detach().double().requires_grad_()
+    exact = -advantages.double() * (new - old.double()).exp()
+    digits = {torch.bfloat16: 1e-5, torch.float32: 1e-12}[dtype]
+    torch.testing.assert_close(loss.double(), exact, rtol=digits, atol=digits)
+    (got,) = torch.autograd.grad(loss, logprobs, upstream.to(loss.dtype))
+    (want,) = torch.autograd.grad(exact, new, upstream)
+    torch.testing.assert_close(got, want.to(dtype))

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_logprobs import linear_policy_loss, linear_token_stats
+from mcore_logprobs import (
+    linear_gather,
+    linear_kl_div,
+    linear_policy_loss,
+    linear_token_stats,
+)
 from mcore_logprobs.kernels import products
 from tests.helpers import oracles
 from tests.helpers.heads import make_problem, shard_problem
@@ -121,3 +126,28 @@ def test_what_torch_says_of_this_cpu():
     with open("/proc/cpuinfo") as info:
         flags = next((line for line in info if line.startswith("flags")), "").split()
     assert found == bool({"avx512_bf16", "amx_bf16"} & set(flags))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_single_logits_are_rounded_as_those_of_a_head_of_that_dtype(dtype) -> None:
+    hidden, weight = torch.randn(9, 16), torch.randn(1000, 16)
+    z = (hidden.double() @ weight.double().t()).to(dtype).double()
+    ids = torch.randint(0, 1000, (9, 20))
+    found = linear_gather(hidden, weight, ids, logits_dtype=dtype).double()
+    assert torch.equal(found, found.to(dtype).double())
+    # A product on the edge between two numbers may go to either.
+    assert (found == z.gather(-1, ids)).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_a_teacher_s_head_rounds_its_logits_as_the_student_s(kind: str) -> None:
+    hidden, other = torch.randn(2, 7, 16)
+    weight, head = torch.randn(2, 33, 16)
+    teacher = {"teacher_hidden": other, "teacher_weight": head}
+    found = linear_kl_div(hidden, weight, kind=kind, **teacher, **ROUNDED)
+    log_p, log_q = (
+        (x.double() @ w.double().t()).to(torch.bfloat16).double().log_softmax(-1)
+        for x, w in ((hidden, weight), (other, head))
+    )
+    a, b = (log_q, log_p) if kind == "forward" else (log_p, log_q)
+    torch.testing.assert_close(found.double(), (a.exp() * (a - b)).sum(-1), rtol=1e-5, atol=1e-5)

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_logprobs import linear_kl_div
+from mcore_logprobs import linear_kl_div, linear_token_stats
 from mcore_logprobs.kernels import budgets
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.pair_source import beside
 from tests.helpers.memory import TensorsMade
+from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
 
 
 @st.composite
@@ -144,3 +145,30 @@ def test_given_teacher_logits_of_some_rows_have_their_temperatures(kind: str) ->
     want = torch.autograd.grad((exact * upstream).sum(), (hidden, weight))
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def _some_rows(hidden: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    part = hidden.tensor_split(world_size())[world_rank()].clone().requires_grad_()
+    shard = weight.tensor_split(world_size())[world_rank()].clone().requires_grad_()
+    found = linear_token_stats(
+        part, shard, rows * 2 % 6, rows=rows, sequence_parallel=True, tp_group=world_group()
+    )
+    loss = (found.logprobs * (rows + 1.0).double()).sum()
+    return found.logprobs.detach(), *torch.autograd.grad(loss, (part, shard))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_padding_among_named_rows_is_no_row_that_was_left_out(ranks, world: int) -> None:
+    """Of rank 0's rows one is named; its others are filled up, and not with row 0, which is NaN."""
+    hidden = torch.randn(12, 3, dtype=torch.float64)
+    weight = torch.randn(6, 3, dtype=torch.float64)
+    rows = torch.tensor([9, 1, 11, 10, 9, 12 // world + 1])
+    hidden[0] = torch.nan
+    runs = on_ranks(ranks, world, _some_rows, hidden, weight, rows)
+    h, w = (x.clone().requires_grad_() for x in (hidden, weight))
+    logprobs = (h[rows] @ w.t()).log_softmax(-1).gather(1, (rows * 2 % 6).unsqueeze(1)).squeeze(1)
+    on_hidden, on_weight = torch.autograd.grad((logprobs * (rows + 1.0).double()).sum(), (h, w))
+    for run in runs:
+        torch.testing.assert_close(run[0], logprobs.detach())
+    torch.testing.assert_close(torch.cat([run[1] for run in runs]), on_hidden)
+    torch.testing.assert_close(torch.cat([run[2] for run in runs]), on_weight)

@@ -254,7 +254,9 @@ def unscaled_logits(
         return x
     if softcap is not None:
         factor = logit_scale / softcap
-        x = (x.mul_(factor) if in_place else x * factor).tanh_().mul_(softcap)
+        x = (x.mul_(factor) if in_place else x * factor).tanh_()
+        # Where autograd records it, for a function of the caller's, it keeps the tanh.
+        x = x * softcap if x.requires_grad else x.mul_(softcap)
     elif logit_scale != 1.0:
         x = x.mul_(logit_scale) if in_place else x * logit_scale
     if bias is None:

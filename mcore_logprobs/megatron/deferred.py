@@ -73,29 +73,49 @@ class DeferredLogits:
     def materialize(self) -> Tensor:
         """The real logits [s, b, V/TP]; computed at the first call and kept with the handle.
 
-        Those computed without gradients are not given to a caller who wants gradients. Collectives:
-        those of the output layer's forward (an all-gather under sequence parallelism).
+        Those computed with gradients are everybody's; those without are not given to a caller who
+        wants gradients. Collectives: those of the output layer's forward (an all-gather under
+        sequence parallelism).
 
         Raises:
             RuntimeError: within an autograd function that was given the handle. It took it for no
-                tensor, and its results have no gradient.
+                tensor, and its results have no gradient. Or as `computed`.
         """
-        grad = torch.is_grad_enabled()
-        if grad not in self._computed:
-            if not grad and self._functions is not None:
-                for name in _functions_around()[self._functions :]:
-                    raise RuntimeError(
-                        f"{name} was given the deferred logits of a patched output layer, in which "
-                        "an autograd.Function sees no gradient: pass it logits.clone(), or patch "
-                        "with LogprobConfig(fused=False)"
-                    )
+        if not torch.is_grad_enabled():
+            self._refuse_functions()
+        logits = self._kept()
+        if logits is None:
             with self._outside_inference_mode():
                 if self._unscaled is None:
                     logits = self.head.run(partial(self.head.real, gradient=True))
                 else:
                     logits = self._apply_scale(self._unscaled.materialize())
-            self._computed[grad], self._versions[grad] = logits, writes_to(logits)
-        return self._computed[grad]
+            mode = self.wants_gradient
+            self._computed[mode], self._versions[mode] = logits, writes_to(logits)
+        return logits
+
+    def _kept(self) -> Tensor | None:
+        """Logits of this handle that the caller may have, or None. Raises: as `computed`."""
+        mode = True in self._computed or self.wants_gradient
+        for other, x in self._computed.items():
+            if other is not mode and writes_to(x) != self._versions[other]:
+                raise RuntimeError(
+                    "the patched output layer's logits were changed in place under no_grad, which "
+                    "the loss's gradient cannot follow; change them with gradients on, or patch "
+                    "with fused=False"
+                )
+        return self._computed.get(mode)
+
+    def _refuse_functions(self) -> None:
+        """Raise within an autograd function that was given the handle, as `materialize` says."""
+        if self._functions is None:
+            return
+        for name in _functions_around()[self._functions :]:
+            raise RuntimeError(
+                f"{name} was given the deferred logits of a patched output layer, in which "
+                "an autograd.Function sees no gradient: pass it logits.clone(), or patch "
+                "with LogprobConfig(fused=False)"
+            )
 
     @contextlib.contextmanager
     def _outside_inference_mode(self) -> Iterator[None]:
@@ -107,27 +127,18 @@ class DeferredLogits:
             yield
 
     def computed(self) -> Tensor | None:
-        """The real logits where they exist for the grad mode that is on, else None.
+        """The real logits where there are some that the caller may have, else None.
 
         Who has them may have changed them in place or hooked onto them, so that they, and not
         the product, are what the loss is about.
 
         Raises:
-            RuntimeError: gradients are on, and logits computed without them were changed in place:
-                the loss's gradient cannot follow.
+            RuntimeError: logits computed without gradients were changed in place, and the caller
+                wants them with gradients, which cannot follow.
         """
-        grad = torch.is_grad_enabled()
         chain = [self] if self._unscaled is None else [self, self._unscaled]
-        if any(grad in link._computed for link in chain):
-            return self.materialize()
-        for link in chain:
-            if any(writes_to(x) != link._versions[mode] for mode, x in link._computed.items()):
-                raise RuntimeError(
-                    "the patched output layer's logits were changed in place under no_grad, which "
-                    "the loss's gradient cannot follow; change them with gradients on, or patch "
-                    "with fused=False"
-                )
-        return None
+        kept = [link._kept() for link in chain]
+        return None if all(logits is None for logits in kept) else self.materialize()
 
     def is_ancestor_of(self, logits: Tensor) -> bool:
         """Whether the gradient of `logits` reaches the logits computed here."""
@@ -170,6 +181,7 @@ class DeferredLogits:
         Megatron counts accepted multi-token predictions so, from 0.19 on.
         """
         if self._over_vocabulary(args, kwargs):
+            self._refuse_functions()
             # Copies: the caller may write into what it gets.
             values, indices = self.largest()
             return torch.return_types.max((values.clone(), indices.clone()))
@@ -182,10 +194,12 @@ class DeferredLogits:
         return self.materialize().argmax(*args, **kwargs)
 
     def _over_vocabulary(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        dims = (*args, *kwargs.values())
-        last = len(self.shape) - 1
-        named = set(kwargs) <= {"dim"}
-        return not torch.is_grad_enabled() and named and len(dims) == 1 and dims[0] in (-1, last)
+        """Whether that is asked for, of logits that nobody has, who might have written to them."""
+        if torch.is_grad_enabled() or not set(kwargs) <= {"dim"}:
+            return False
+        dims = [x for x in (*args, *kwargs.values()) if isinstance(x, int)]
+        over = len(args) + len(kwargs) == 1 and dims in ([-1], [len(self.shape) - 1])
+        return over and self.computed() is None
 
     def largest(self) -> torch.return_types.max:
         """(largest logit, its local column) of each token, [s, b] each, never holding the logits.
@@ -410,6 +424,7 @@ def _forwarded(name: str) -> Callable[..., object]:
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
     "matmul rmatmul and rand or ror xor rxor lshift rlshift rshift rrshift "
+    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift "
     "neg pos abs invert lt le gt ge eq ne len iter getitem setitem contains "
     "bool int float index array format"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -163,6 +164,73 @@ def test_a_write_in_inference_mode_to_logits_that_want_a_gradient_is_seen():
         handle.mul_(0.5)
     with pytest.raises(RuntimeError, match="changed in place under no_grad"):
         handle.computed()
+
+
+READS: dict[str, Callable[[Any], Tensor]] = {
+    "max": lambda x: x.max(dim=-1).values,
+    "argmax": lambda x: x.argmax(-1),
+    "torch.argmax": lambda x: torch.argmax(x, dim=-1),
+    "softmax": lambda x: torch.softmax(x, -1),
+}
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("read", READS)
+def test_who_reads_without_gradients_sees_a_write(read, scaled, with_gradient):
+    """Of the logits or, where scaled ones are read, of those before the scale."""
+    head = Head()
+    handle, real = head.handle(), head.logits()
+    read_handle, read_real = handle, real
+    with torch.no_grad():
+        READS[read](handle)  # what was computed before the write is not given again
+    with torch.set_grad_enabled(with_gradient):
+        for logits in (handle, real):
+            logits.mul_(-1.0)
+    if scaled:
+        read_handle, read_real = handle.scaled(3.0, lambda x: x * 3.0), real * 3.0
+    with torch.no_grad():
+        torch.testing.assert_close(READS[read](read_handle), READS[read](read_real))
+
+
+def test_who_reads_with_gradients_is_not_given_logits_without_a_write():
+    head = Head()
+    handle = head.handle()
+    with torch.no_grad():
+        handle.mul_(-1.0)
+    with pytest.raises(RuntimeError, match="changed in place under no_grad"):
+        handle.softmax(-1)
+
+
+def test_a_write_to_logits_that_want_no_gradient_is_everybody_s():
+    head = Head()
+    head.hidden.requires_grad_(False)
+    head.weight.requires_grad_(False)
+    handle, real = head.handle(), head.logits()
+    with torch.no_grad():
+        handle.mul_(-1.0)
+    assert torch.equal(handle.computed(), -real)
+    assert torch.equal(handle.max(-1).values, (-real).max(-1).values)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [operator.imul, operator.iadd, operator.isub, operator.itruediv, operator.ipow, operator.imod],
+)
+def test_augmented_assignment_changes_the_logits_that_others_hold(write):
+    head = Head()
+    handle, real = head.handle(), head.logits()
+    for logits in (handle, real):
+        write(logits, 2.0)  # `x *= 2.0` in a function that was given them
+    assert torch.equal(handle + 0, real + 0)
+
+
+def test_the_larger_of_two_tensors_without_gradients():
+    head = Head()
+    handle, real, other = head.handle(), head.logits(), torch.zeros(5, 2, 6)
+    with torch.no_grad():
+        assert torch.equal(torch.max(handle, other), torch.max(real, other))
+        assert torch.equal(handle.max(other), real.max(other))
 
 
 def test_scaled_handle_gives_scaled_logits():

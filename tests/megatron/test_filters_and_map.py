@@ -106,7 +106,7 @@ class Found(NamedTuple):
     sure: Tensor  # bool
 
 
-def mapped(layout: dict[str, Any], change: str) -> dict[str, Any]:
+def mapped(layout: dict[str, Any], change: str, softcap: float | None = None) -> dict[str, Any]:
     with megatron(**layout) as parallel_state:
         model, batch, labels = model_and_batch(parallel_state, layout.get("tp", 1), change)
         weights = batch["weights"]
@@ -116,11 +116,13 @@ def mapped(layout: dict[str, Any], change: str) -> dict[str, Any]:
             values, ids = vocab_parallel_topk(z, 4, tp_group=resolve_tp_group(None))
             return Found(values, ids, values.sum(-1) * weight, values[:, 0] > 0.5)
 
-        with patch_model(model) as handle, handle.map(fn, weights):
+        config = LogprobConfig(softcap=softcap)
+        with patch_model(model, config) as handle, handle.map(fn, weights):
             found = model(**batch["inputs"], labels=labels)
             grads = gradients(model, found.total.sum(), 1.0)
         assert isinstance(found, Found)
         z = model(**batch["inputs"], runtime_gather_output=True)
+        z = z if softcap is None else softcap * (z / softcap).tanh()
         values, ids = z.topk(4, -1)
         assert torch.equal(found.ids, torch.where(keep.unsqueeze(-1), ids, 0))
         assert found.sure.dtype == torch.bool
@@ -139,8 +141,9 @@ def test_map(ranks, layout):
         assert max(result.values()) < 2e-5, result
 
 
-def test_map_on_a_head_that_is_not_fused(ranks):
-    for result in ranks(1).run(mapped, {}, "hook"):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_map_on_a_head_that_is_not_fused(ranks, softcap):
+    for result in ranks(1).run(mapped, {}, "hook", softcap):
         assert max(result.values()) < 2e-5, result
 
 
