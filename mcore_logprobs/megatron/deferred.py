@@ -136,9 +136,8 @@ class DeferredLogits:
             RuntimeError: logits computed without gradients were changed in place, and the caller
                 wants them with gradients, which cannot follow.
         """
-        chain = [self] if self._unscaled is None else [self, self._unscaled]
-        kept = [link._kept() for link in chain]
-        return None if all(logits is None for logits in kept) else self.materialize()
+        unscaled = None if self._unscaled is None else self._unscaled.computed()
+        return None if unscaled is self._kept() is None else self.materialize()
 
     def is_ancestor_of(self, logits: Tensor) -> bool:
         """Whether the gradient of `logits` reaches the logits computed here."""

@@ -188,7 +188,8 @@ def test_who_reads_without_gradients_sees_a_write(read, scaled, with_gradient):
         for logits in (handle, real):
             logits.mul_(-1.0)
     if scaled:
-        read_handle, read_real = handle.scaled(3.0, lambda x: x * 3.0), real * 3.0
+        read_handle, read_real = handle.scaled(3.0, lambda x: x * 3.0), real * 6.0
+        read_handle = read_handle.scaled(2.0, lambda x: x * 2.0)
     with torch.no_grad():
         torch.testing.assert_close(READS[read](read_handle), READS[read](read_real))
 
