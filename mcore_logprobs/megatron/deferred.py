@@ -137,7 +137,8 @@ class DeferredLogits:
                 wants them with gradients, which cannot follow.
         """
         unscaled = None if self._unscaled is None else self._unscaled.computed()
-        return None if unscaled is self._kept() is None else self.materialize()
+        none = unscaled is None and self._kept() is None
+        return None if none else self.materialize()
 
     def is_ancestor_of(self, logits: Tensor) -> bool:
         """Whether the gradient of `logits` reaches the logits computed here."""
