@@ -22,9 +22,16 @@ from mcore_logprobs.bench.runner import Contender, Measurement, Workload, measur
 
 TINY = ["--rows", "8", "--vocab", "512", "--hidden", "16", "--rounds", "2", "--warmup", "1"]
 TINY.append("--busy-ok")  # nothing is compared here
+BY_NIGHT = ("invariant", "linear_ops")  # seven seconds each
 
 
-@pytest.mark.parametrize("what", sorted(CASES))
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=pytest.mark.night) if what in BY_NIGHT else what
+        for what in sorted(CASES)
+    ],
+)
 def test_each_subcommand_prints_a_table(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([what, *TINY, "--dtype", "fp32"]) == 0
     printed = capsys.readouterr().out
