@@ -220,6 +220,7 @@ def _rare() -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.night  # eight seconds of building where Triton's cache is empty
 def test_what_is_rare_is_built_without_spills() -> None:
     for names, call in _rare().items():
         built = launched_code(call)
