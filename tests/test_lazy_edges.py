@@ -315,3 +315,11 @@ def another_group() -> None:
 
 def test_another_group_than_the_head_s_is_refused(ranks: Any) -> None:
     ranks(2).run(another_group)
+
+
+def test_data_that_is_set_to_lazy_logits_is_real() -> None:
+    hidden, weight = torch.randn(5, 2, 4, requires_grad=True), torch.randn(6, 4)
+    lazy, target = lazy_logits(hidden, weight), torch.zeros(5, 2, dtype=torch.int64)
+    lazy.data = lazy.data * 0.5
+    exact = (hidden @ weight.t() * 0.5).log_softmax(-1)[..., 0]
+    torch.testing.assert_close(ours.vocab_parallel_logprobs(lazy, target), exact)

@@ -363,6 +363,16 @@ class Call:
         return self.config.output == "loss" and not more
 
     @property
+    def loses_own_loss(self) -> str:
+        """The block inside which output="loss" gives no loss of the model's own, or "".
+
+        A policy loss, a map and samples take its place.
+        """
+        if self.policy is not None or self.mapped is not None or self.draw is not None:
+            return ""
+        return next((x for x in self.blocks if x != "targets" and self.config.output == "loss"), "")
+
+    @property
     def gives_stats(self) -> bool:
         """Whether a block asks for more than output="loss" would hold."""
         of_record = self.kept is not None and (self.kept.full or self.kept.entropy)
@@ -415,18 +425,32 @@ NOT_PASSED: object = object()
 
 
 def check_shifted(
-    input_ids: object, labels: object, ignore_index: int, *, name: str = "labels"
+    input_ids: object,
+    labels: object,
+    ignore_index: int,
+    *,
+    name: str = "labels",
+    rows: Tensor | None = None,
 ) -> None:
     """Check that labels are the tokens after their inputs, where both are there. Host sync.
 
     One log line where there are no input_ids to compare them with: Megatron-LM gives none to a
     later pipeline stage, nor a vision-language model to its language model.
 
+    Args:
+        rows: flat indices into input_ids, whose labels they are; None: all. What does not fit is
+            left to the call, which raises.
+
     Raises:
         ValueError: most labels are the inputs' own tokens, and fewer are the next ones.
     """
     if not isinstance(labels, Tensor):
         return
+    if rows is not None and isinstance(input_ids, Tensor):
+        if labels.shape != rows.shape or bool((rows >= input_ids.numel()).any()):
+            return
+        whole = torch.full_like(input_ids, ignore_index)
+        labels = whole.view(-1).index_copy(0, rows.to(labels.device), labels).view_as(whole)
     if not isinstance(input_ids, Tensor) or input_ids.shape != labels.shape:
         what = "none" if not isinstance(input_ids, Tensor) else f"shape {tuple(input_ids.shape)}"
         say_unchecked(what, name)

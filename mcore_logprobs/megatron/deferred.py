@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -181,7 +182,6 @@ class DeferredLogits:
         Megatron counts accepted multi-token predictions so, from 0.19 on.
         """
         if self._over_vocabulary(args, kwargs):
-            self._refuse_functions()
             # Copies: the caller may write into what it gets.
             values, indices = self.largest()
             return torch.return_types.max((values.clone(), indices.clone()))
@@ -262,17 +262,21 @@ class DeferredLogits:
 def _functions_around() -> list[str]:
     """The autograd functions in whose forward or backward this is called, outermost first.
 
-    By the names of their code: what a frame's variables are is not looked at, which would keep them
-    alive for as long as the frame.
+    What torch's own `apply` calls, whatever its arguments' names. What a frame's variables are is
+    not looked at, which would keep them alive for as long as the frame.
     """
     names: list[str] = []
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    called = None
     while frame is not None:
         code = frame.f_code
-        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
-            names.append(getattr(code, "co_qualname", code.co_name))
-        frame = frame.f_back
+        if code.co_name == "apply" and code.co_filename == _FUNCTION_FILE and called is not None:
+            names.append(getattr(called, "co_qualname", called.co_name))
+        called, frame = code, frame.f_back
     return names[::-1]
+
+
+_FUNCTION_FILE = inspect.unwrap(torch.autograd.Function.apply).__code__.co_filename
 
 
 class Weak:

@@ -393,6 +393,12 @@ class HeadPatch(DeferringHead):
         main = running.labels is NOT_PASSED or labels is running.labels
         running.reached |= main
         if main and not (self.own_loss and call.wants_only_loss):
+            if self.own_loss and call.loses_own_loss:
+                raise ValueError(
+                    f"{loss_reason(self.model)}, which is not called inside PatchHandle."
+                    f"{call.loses_own_loss}: call the model without that block, or inside "
+                    "PatchHandle.policy_loss too, which takes its place"
+                )
             return head_output(labels, logits, call, head=self, tp_group=tp_group)
         if main and call.unseen:  # a tensor of PatchHandle.options, which no other block took
             raise ValueError(unseen_reason(self.model, call.unseen))
@@ -441,9 +447,10 @@ class _WithLabels:
             return arguments.call(patch.original(method.name))
         patch.blocks.check_recomputed()
         labels, tokens = _take_labels(arguments, method, call), arguments[method.tokens]
-        checked = call.config.check_labels and call.draw is None and call.rows is None
+        checked = call.config.check_labels and call.draw is None
         if checked:
-            check_shifted(tokens, labels, call.config.ignore_index, name=method.labels)
+            ignored = call.config.ignore_index
+            check_shifted(tokens, labels, ignored, name=method.labels, rows=call.rows)
         mtp = "off" if call.draw is not None else call.config.mtp
         has_mtp = mtp_layers(patch.model) > 0
         if call.rows is not None and mtp == "keep" and has_mtp:

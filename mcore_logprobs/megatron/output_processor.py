@@ -13,6 +13,7 @@ from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, in_p
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import head_output
 from mcore_logprobs.megatron.heads import (
+    check_head,
     head_tp_group,
     kind_reason,
     scale_reason,
@@ -78,6 +79,8 @@ def logprob_output_processor(
     if labels is None:
         return scale(output_layer(hidden_states, **call)[0]).transpose(0, 1).contiguous()
 
+    if context.fused:
+        check_head(output_layer, context)
     head = _Head(output_layer, scale_logits, context)
     logits = scale_deferred(_call(head, hidden_states, call), config, scale)
     tp_group = head_tp_group(output_layer)

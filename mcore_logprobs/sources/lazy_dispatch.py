@@ -103,6 +103,7 @@ def _itself(
 
 def _property(kind: str, func: Any, args: tuple[Any, ...]) -> object:
     handle, name = args[0], getattr(func.__self__, "__name__", "")
+    args = (handle, *_real(args[1:], name))  # lazy logits have no memory for a tensor to take over
     owned = handle.owned
     if owned is not None:
         return func(owned, *args[1:])

@@ -121,6 +121,11 @@ def settings_of_a_patch() -> None:
             with pytest.raises(ValueError, match=message):
                 call(labels, check_labels=True, **settings)
         call(batch["labels"], logits="lazy")
+        layer = model.output_layer
+        layer.output_dtype = torch.bfloat16
+        with pytest.raises(ValueError, match="logits_dtype: expected float32 or the output"):
+            call(batch["labels"], logits_dtype=torch.float16)
+        del layer.output_dtype
         with patch_gpt_model(model, LogprobConfig(temperature=0.5)) as handle:
             call(batch["labels"])  # with the context's settings
             with handle.options(temperature=0.5):  # which changes nothing

@@ -293,3 +293,33 @@ def test_largest_logits_in_the_logits_dtype(own, output_dtype):
         assert torch.equal(found.values, expected.values)
         assert torch.equal(found.indices, expected.indices)
         assert torch.equal(handle.scaled(2.0, lambda x: x * 2.0).argmax(-1), expected.indices)
+
+
+class _Square(torch.autograd.Function):
+    """Whose forward has no ctx."""
+
+    @staticmethod
+    def forward(x: Any) -> Tensor:
+        return x.pow(2).sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2.0 * grads[0] * ctx.saved_tensors[0]
+
+
+def test_a_function_whose_forward_has_no_ctx_is_refused_too() -> None:
+    head = Head()
+    with pytest.raises(RuntimeError, match="forward was given the deferred logits"):
+        _Square.apply(head.handle())
+    handle = head.handle()
+    with torch.no_grad():
+        handle.sum()  # logits without a gradient are there
+    with pytest.raises(RuntimeError, match="forward was given the deferred logits"):
+        _Square.apply(handle)
+    (found,) = torch.autograd.grad(_Square.apply(handle.clone()), head.hidden)
+    (want,) = torch.autograd.grad(_Square.apply(head.logits()), head.hidden)
+    torch.testing.assert_close(found, want)

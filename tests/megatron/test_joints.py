@@ -151,7 +151,7 @@ def test_forward_hooks_on_every_module(ranks):
 
 
 class Unnamed(torch.autograd.Function):
-    """One that does not call its context ctx, by which others are known where they read."""
+    """One that does not call its context ctx."""
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
@@ -160,6 +160,14 @@ class Unnamed(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+class OwnApply(Unnamed):
+    """Which does not go through torch's own `apply`, so that no frame tells of it."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return super(torch.autograd.Function, cls).apply(*args)
 
 
 def between(case: str) -> dict[str, float]:
@@ -181,6 +189,8 @@ def between(case: str) -> dict[str, float]:
                     logits = Cap.apply(logits)
                 elif case == "unnamed function":
                     logits = Unnamed.apply(logits)
+                elif case == "function with an apply of its own":
+                    logits = OwnApply.apply(logits)
                 elif case == "hidden in place":
                     with torch.no_grad():
                         logits.mul_(0.5)
@@ -225,7 +235,8 @@ def test_code_between_output_layer_and_loss(ranks, case):
     ("case", "match"),
     [
         ("function", "was given the deferred logits"),
-        ("unnamed function", "lost their gradient"),
+        ("unnamed function", "was given the deferred logits"),
+        ("function with an apply of its own", "lost their gradient"),
         ("hidden in place", "in place"),
     ],
 )
@@ -329,9 +340,11 @@ def own_loss(mtp: bool) -> None:
             got, grads = step(model, batch)
             with pytest.raises(ValueError, match="ZLoss"), handle.options(output="stats"):
                 pass
-            with handle.policy_loss(lambda logprobs, entropy: -logprobs):
+            with handle.policy_loss(lambda logprobs, entropy: -logprobs), handle.also(topk=2):
                 stats = model(**batch["inputs"], labels=batch["labels"])
             assert isinstance(stats, TokenStats)
+            with handle.also(topk=2), pytest.raises(ValueError, match=r"ZLoss.*PatchHandle\.also"):
+                model(**batch["inputs"], labels=batch["labels"])
         assert same_traces(traces(model), before)
         assert torch.equal(got, expected)
         assert worst(grads, expected_grads) == 0.0

@@ -82,6 +82,19 @@ def unshifted_labels() -> None:
             model(**inputs | {"input_ids": repeated}, labels=repeated)
             with handle.options(check_labels=False):
                 model(**inputs, labels=ids)
+            rows = torch.randperm(ids.numel())[: ids.numel() // 2]
+            for target, message in (
+                (ids, "expected the token after each input"),
+                (shifted, ""),
+                (shifted, "rows: expected"),
+            ):
+                some = rows + (ids.numel() if message.startswith("rows") else 0)
+                with handle.targets(target.flatten()[rows], rows=some):
+                    if message:
+                        with pytest.raises(ValueError, match=message):
+                            model(**inputs)
+                    else:
+                        assert model(**inputs).logprobs.shape == rows.shape
 
 
 def labels_without_their_inputs() -> list[str]:
