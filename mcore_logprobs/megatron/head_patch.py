@@ -395,7 +395,7 @@ class HeadPatch(DeferringHead):
         if main and not (self.own_loss and call.wants_only_loss):
             if self.own_loss and call.loses_own_loss:
                 raise ValueError(
-                    f"{loss_reason(self.model)}, which is not called inside PatchHandle."
+                    f"{loss_reason(self.model)} and is not called inside PatchHandle."
                     f"{call.loses_own_loss}: call the model without that block, or inside "
                     "PatchHandle.policy_loss too, which takes its place"
                 )
