@@ -32,6 +32,7 @@ from mcore_logprobs.megatron.heads import (
     loss_reason,
     own_loss,
     require_fused,
+    say_left_out,
     say_unfused,
     scale_reason,
     settings_reason,
@@ -394,11 +395,7 @@ class HeadPatch(DeferringHead):
         running.reached |= main
         if main and not (self.own_loss and call.wants_only_loss):
             if self.own_loss and call.loses_own_loss:
-                raise ValueError(
-                    f"{loss_reason(self.model)} and is not called inside PatchHandle."
-                    f"{call.loses_own_loss}: call the model without that block, or inside "
-                    "PatchHandle.policy_loss too, which takes its place"
-                )
+                say_left_out(loss_reason(self.model), f"PatchHandle.{call.loses_own_loss}")
             return head_output(labels, logits, call, head=self, tp_group=tp_group)
         if main and call.unseen:  # a tensor of PatchHandle.options, which no other block took
             raise ValueError(unseen_reason(self.model, call.unseen))

@@ -231,11 +231,11 @@ def say_unchecked(tokens: str, labels: str) -> None:
         )
 
 
-def say_left_out(reason: str) -> None:
-    """One log line that a loss which someone put on the model is not called."""
-    if reason not in _said:
-        _said.add(reason)
-        logger.warning("output='stats' skips a loss: %s", reason)
+def say_left_out(reason: str, by: str = "output='stats'") -> None:
+    """One log line that a loss of the model's own is not called."""
+    if (line := f"{by} skips a loss: {reason}") not in _said:
+        _said.add(line)
+        logger.warning(line)
 
 
 def say_padding(language_model: object, config: LogprobConfig) -> None:
