@@ -169,7 +169,8 @@ class PatchHandle:
 
         `fn(logits, *the tensors' rows)` gets logits `[rows, V/TP]` of some tokens at a time, after
         scale, softcap and bias. Pass temperature and vocab_size to the functions that fn calls;
-        logit_bias and disallowed_ids are not in them.
+        logit_bias and disallowed_ids are not in them, and filters, label smoothing and statistics
+        of the settings have no effect.
         Tokens whose label is ignore_index give 0 and no gradient, and with `compact` cost nothing.
         With a head that cannot be fused, fn is called once, with the real logits of all tokens. It
         takes the place of an outer `policy_loss`.
