@@ -127,21 +127,27 @@ def test_an_early_exit_s_loss_beside_the_model_s(
         assert worst(grads, expected_grads) < 1e-5
 
 
+def early_exit(model: Any, use: Callable[[Any], None]) -> None:
+    """Have the model's own code use the head a second time, after its first layer."""
+
+    def hook(module: Any, args: Any, out: Any) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        use(model.output_layer(hidden, weight=model.shared_embedding_or_output_weight())[0])
+
+    model.decoder.layers[0].register_forward_hook(hook)
+
+
 def test_a_monitor_sees_what_the_model_s_own_code_wrote() -> None:
     """An early exit at a temperature of its own, written in place, and a monitor beside it."""
     with megatron() as parallel_state:
         model, batch, seen = hybrid(), make_batch(parallel_state), []
 
-        def early(module: Any, args: Any, out: Any) -> None:
-            logits = model.output_layer(
-                out[0] if isinstance(out, tuple) else out,
-                weight=model.shared_embedding_or_output_weight(),
-            )[0]
+        def write_and_look(logits: Any) -> None:
             logits *= -2.0
             with torch.no_grad():
                 seen.append((logits.max(dim=-1).values, logits.argmax(-1), logits.logsumexp(-1)))
 
-        model.decoder.layers[0].register_forward_hook(early)
+        early_exit(model, write_and_look)
         model(**batch["inputs"], labels=batch["labels"])
         with patch_model(model, LogprobConfig()):
             model(**batch["inputs"], labels=batch["labels"])
@@ -152,15 +158,7 @@ def test_a_second_use_within_a_forward_that_loses_its_gradient_raises() -> None:
     """A hybrid model's forward has no part of its own for the head: all of it is around the use."""
     with megatron() as parallel_state:
         model, batch, use = hybrid(), make_batch(parallel_state), []
-
-        def early(module: Any, args: Any, out: Any) -> None:
-            logits = model.output_layer(
-                out[0] if isinstance(out, tuple) else out,
-                weight=model.shared_embedding_or_output_weight(),
-            )[0]
-            use[0](logits)
-
-        model.decoder.layers[0].register_forward_hook(early)
+        early_exit(model, lambda logits: use[0](logits))
 
         def forward() -> Any:
             return model(**batch["inputs"], labels=batch["labels"])
