@@ -56,7 +56,8 @@ TESTS = {
     "kernels/pairs": f"tests/kernels/test_reference.py tests/test_divergences.py {OPERATIONS}",
     "kernels/inductor/pairs": "tests/kernels/test_inductor_pairs.py",
     "kernels/": "tests/kernels/test_reference.py tests/test_statistics_edges.py "
-    f"tests/kernels/test_inductor.py tests/test_invariant_logits.py {OPERATIONS}",
+    "tests/kernels/test_inductor.py tests/kernels/test_inductor_compiler.py "
+    f"tests/test_invariant_logits.py {OPERATIONS}",
     "losses": "tests/test_losses.py tests/test_losses_objectives.py tests/test_losses_batches.py "
     "tests/test_losses_frameworks.py tests/test_losses_in_training.py",
     "context_parallel": "tests/context_parallel",

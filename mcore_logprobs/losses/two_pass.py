@@ -187,8 +187,8 @@ class TOPRLoss(_OfSequence):
 
     Attributes:
         level: "token" takes the token's own ratio for w, and one pass: called with (logprobs,
-            entropy, old_logprobs, advantages). ROLL's topr does, where a sequence's score in place
-            of A says which tokens are tapered.
+            entropy, old_logprobs, advantages), as in ROLL's topr. There the score of the sequence,
+            not A, decides which tokens are tapered.
     """
 
     level: str = "sequence"

@@ -364,13 +364,14 @@ class Call:
 
     @property
     def loses_own_loss(self) -> str:
-        """The block inside which output="loss" gives no loss of the model's own, or "".
+        """The block inside which output="loss" does not call a loss of the model's own, or "".
 
-        A policy loss, a map and samples take its place.
+        Not one that takes the loss's place.
         """
-        if self.policy is not None or self.mapped is not None or self.draw is not None:
+        blocks = [name for name in self.blocks if name != "targets"]
+        if self.config.output != "loss" or {"policy_loss", "map", "sample"} & set(blocks):
             return ""
-        return next((x for x in self.blocks if x != "targets" and self.config.output == "loss"), "")
+        return next(iter(blocks), "")
 
     @property
     def gives_stats(self) -> bool:
@@ -449,8 +450,8 @@ def check_shifted(
     if rows is not None and isinstance(input_ids, Tensor):
         if labels.shape != rows.shape or bool((rows >= input_ids.numel()).any()):
             return
-        whole = torch.full_like(input_ids, ignore_index)
-        labels = whole.view(-1).index_copy(0, rows.to(labels.device), labels).view_as(whole)
+        whole = labels.new_full((input_ids.numel(),), ignore_index)
+        labels = whole.index_copy(0, rows.to(labels.device), labels).view(input_ids.shape)
     if not isinstance(input_ids, Tensor) or input_ids.shape != labels.shape:
         what = "none" if not isinstance(input_ids, Tensor) else f"shape {tuple(input_ids.shape)}"
         say_unchecked(what, name)

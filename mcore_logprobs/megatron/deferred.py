@@ -137,9 +137,10 @@ class DeferredLogits:
             RuntimeError: logits computed without gradients were changed in place, and the caller
                 wants them with gradients, which cannot follow.
         """
-        unscaled = None if self._unscaled is None else self._unscaled.computed()
-        none = unscaled is None and self._kept() is None
-        return None if none else self.materialize()
+        below = None if self._unscaled is None else self._unscaled.computed()
+        if self._kept() is None and below is None:
+            return None
+        return self.materialize()
 
     def is_ancestor_of(self, logits: Tensor) -> bool:
         """Whether the gradient of `logits` reaches the logits computed here."""
@@ -194,7 +195,9 @@ class DeferredLogits:
         return self.materialize().argmax(*args, **kwargs)
 
     def _over_vocabulary(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        """Whether that is asked for, of logits that nobody has, who might have written to them."""
+        """Whether the vocabulary's dimension is asked for, of logits that do not exist: real ones
+        may have been written to.
+        """
         if torch.is_grad_enabled() or not set(kwargs) <= {"dim"}:
             return False
         dims = [x for x in (*args, *kwargs.values()) if isinstance(x, int)]

@@ -79,10 +79,10 @@ def logprob_output_processor(
     if labels is None:
         return scale(output_layer(hidden_states, **call)[0]).transpose(0, 1).contiguous()
 
-    if context.fused:
-        check_head(output_layer, context)
     head = _Head(output_layer, scale_logits, context)
     logits = scale_deferred(_call(head, hidden_states, call), config, scale)
+    if isinstance(logits, DeferredLogits):
+        check_head(output_layer, context)
     tp_group = head_tp_group(output_layer)
     output = head_output(labels, logits, Call(context), head=head, tp_group=tp_group)
     return attach_backward_hooks(output, output_layer, output_layer, output_weight)

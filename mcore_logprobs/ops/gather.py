@@ -398,8 +398,7 @@ def linear_topk_distill(
             gradient.
         Returns (student log-probabilities `[..., k]`, the teacher's `[..., k]`, the student's
         entropy `[...]` or None), float32 (the student's float64 for float64 operands, the teacher's
-        for float64 logits), the same
-        on every TP rank.
+        for float64 logits), the same on every TP rank.
 
     Args:
         normalize, entropy, teacher_temperature: as in `vocab_parallel_topk_distill`.

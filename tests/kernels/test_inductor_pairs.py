@@ -6,7 +6,6 @@ second or two each: by day the cases share a few.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,12 +31,7 @@ BLOCK = compiled._BLOCK
 WIDTH, VALID = 2 * BLOCK + 90, 2 * BLOCK + 83
 
 
-@pytest.fixture(autouse=True)
-def _must_compile() -> Iterator[None]:
-    """No case may pass because nothing compiles."""
-    assert inductor.obstacle() is None
-    yield
-    assert not common._failures
+pytestmark = pytest.mark.usefixtures("must_compile")
 
 
 @pytest.fixture

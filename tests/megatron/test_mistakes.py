@@ -89,7 +89,7 @@ def unshifted_labels() -> None:
                 (shifted, "rows: expected"),
             ):
                 some = rows + (ids.numel() if message.startswith("rows") else 0)
-                with handle.targets(target.flatten()[rows], rows=some):
+                with handle.targets(target.flatten()[rows].int(), rows=some):
                     if message:
                         with pytest.raises(ValueError, match=message):
                             model(**inputs)

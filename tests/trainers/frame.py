@@ -61,6 +61,9 @@ class Tolerance:
     parameters: float = 2e-5
 
 
+UNBOUNDED = Tolerance(*[math.inf] * len(dataclasses.fields(Tolerance)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One line of the table.
@@ -74,7 +77,7 @@ class Row:
         log: texts that the switched run's output has and the plain one's has not.
         calls: names of the drop-in that must be called; none where a trainer takes its loss from
             the model, by labels, and the switch acts on the model alone: such a row is a lazy one.
-        first: how far the first log-probabilities may be apart, and the first norm (of the norm).
+        first: how far the first log-probabilities and the first norm may be apart.
         told_apart: by how many tolerances a run at another temperature must differ.
         night: run by `python -m tests.trainers` only.
         megatron: a release other than the installed one.
@@ -89,7 +92,7 @@ class Row:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tolerance: Tolerance = Tolerance()
-    first: float = math.inf
+    first: Tolerance = UNBOUNDED
     told_apart: float = 10.0
     night: bool = True
     megatron: str = ""

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.trainers.frame import Row, Tolerance
+from tests.trainers.frame import UNBOUNDED, Row, Tolerance
+
+ALIKE = dataclasses.replace(UNBOUNDED, logprobs=1e-4, grad_norm=1e-4)
 
 
 def rounded(given: Row, **tolerance: float) -> Row:
@@ -39,14 +41,14 @@ def rounded_alike(given: Row, *, real: bool = False, **tolerance: float) -> Row:
     row = rounded(given, **tolerance)
     if not real:
         settings = {**row.settings, "unrounded_head": True}
-        return dataclasses.replace(row, settings=settings, first=1e-4)
+        return dataclasses.replace(row, settings=settings, first=ALIKE)
     return dataclasses.replace(
         row,
         option=f"{row.option}, real logits",
         environment={**row.environment, "MCORE_LOGPROBS_FUSED": "false"},
         tolerance=Tolerance(**tolerance),
         told_apart=given.told_apart,
-        first=1e-4,
+        first=ALIKE,
     )
 
 

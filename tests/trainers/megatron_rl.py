@@ -24,7 +24,16 @@ import torch
 
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout, layout_sizes, watched, with_fused
+from tests.trainers.frame import (
+    UNBOUNDED,
+    How,
+    Row,
+    Trace,
+    checkout,
+    layout_sizes,
+    watched,
+    with_fused,
+)
 from tests.trainers.half import dtype, rounded
 from tests.trainers.slime import FLAGS, MODEL, VOCAB
 
@@ -322,18 +331,15 @@ def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, dict[str, R
     return {"": with_fused(given, "false", "require")}
 
 
-def off_policy(given: Row) -> Row:
-    """Log-probabilities are 1/16 apart, and so is a ratio to those of the update before: norms of
-    later updates were 2e-2 to 8e-2 apart on several CPUs, the first one 7e-4.
-    """
-    return dataclasses.replace(given, first=0.07)
-
-
 PACKED = ["rl-use-sequence-packing"]
 PACKED_SP = [*PACKED, "sequence-parallel"]
 CORRECTED = ["rl-inference-logprobs-is-correction"]
 LAZY = {"lazy": True, "vocabulary": 8192}
 TRUNCATED = {"rl-importance-sampling-truncation-coef": 2.0}
+# Log-probabilities are rounded to multiples of 1/16, ours from float32 logits and theirs from
+# rounded ones. Later updates take ratios to the first one's: at PP 2 their norms were 2e-2 to 8e-2
+# apart, by the CPU, and the first norms 7e-4.
+ROUNDED = dataclasses.replace(UNBOUNDED, logprobs=0.07, grad_norm=3e-3)
 ROWS = [
     row("TP 1", "GRPO"),
     row("TP 1", "GRPO, packed bins", flags=PACKED),
@@ -345,7 +351,7 @@ ROWS = [
     row("TP 2 x SP", "GRPO, packed bins", flags=PACKED_SP),
     row("CP 2", "GRPO", flags=["calculate-per-token-loss"]),
     row("PP 2", "GRPO"),
-    rounded(row("TP 1", "GRPO")),
-    off_policy(rounded(row("PP 2", "GRPO"), grad_norm=0.15)),
+    dataclasses.replace(rounded(row("TP 1", "GRPO")), first=ROUNDED),
+    dataclasses.replace(rounded(row("PP 2", "GRPO"), grad_norm=0.15), first=ROUNDED),
     row("DP 2", "GRPO, distributed optimizer", flags=["use-distributed-optimizer"]),
 ]
