@@ -19,6 +19,7 @@ from tests.helpers.distributed import (
     _pools,
     get_pool,
     live_groups,
+    seed,
 )
 from tests.helpers.poison import poisoned_memory
 from tests.helpers.sizes import put_in_force
@@ -43,7 +44,7 @@ def ranks() -> Callable[[int], RankPool]:
 
 @pytest.fixture(autouse=True)
 def _fresh_memory_is_nan() -> Iterator[None]:
-    torch.manual_seed(0)
+    seed()
     with poisoned_memory():
         yield
 
@@ -56,11 +57,7 @@ def _forget_groups() -> None:
         end_groups(g for g in live_groups() if not g.group_desc.startswith("mesh"))
     # Models are cycles that hold groups, and a group's threads run for as long as it is held.
     gc.collect()
-
-
-def _forget_groups_in_a_rank() -> None:
-    _forget_groups()
-    gc.freeze()  # a rank keeps nothing of a test, but may have imported more since the last file
+    gc.freeze()  # nothing of a test is kept, but it may have imported more
 
 
 def pytest_collection_finish() -> None:
@@ -76,6 +73,6 @@ def _groups_end_with_the_file() -> Iterator[None]:
     """
     yield
     for pool in [pool for pool in _pools.values() if pool.used]:
-        pool.run(_forget_groups_in_a_rank)
+        pool.run(_forget_groups)
         pool.used = False
     _forget_groups()

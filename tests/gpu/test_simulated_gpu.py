@@ -47,7 +47,7 @@ def run_path(path: str, *words: str) -> tuple[str, ...]:
 
 
 def test_random_settings() -> None:
-    python("-m", "tests.gpu", "2", "0")
+    python("-m", "tests.gpu", "1", "0")
 
 
 @pytest.mark.night

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tests.helpers.distributed import seed
 from tests.helpers.poison import poisoned_memory
 
 
@@ -52,25 +52,25 @@ def interpret() -> None:
 @functools.cache
 def replace_builtins_once() -> None:
     """At each call of a device function Triton looks through all of `triton.language` for what to
-    replace by the interpreter's own, where nothing is left to replace: half of a test's time.
+    replace by the interpreter's own, where its kernel's launch has done so: half of a test's time.
     """
     from triton.runtime import interpreter
 
-    replace_all, a_builtin = interpreter._patch_builtin, {}
+    replace, both = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
+    seen_by: dict[str, list[Any]] = {}  # which of them a module's functions have as a global
 
-    def replace(package: Any, *args: Any) -> None:
-        is_builtin = interpreter.tl.core.is_builtin
-        if package not in a_builtin:
-            members = inspect.getmembers(package)
-            a_builtin[package] = next((name for name, x in members if is_builtin(x)), None)
-        name = a_builtin[package]
-        if name is None or is_builtin(getattr(package, name)):
-            replace_all(package, *args)
+    def replace_once(fn: Any) -> Any:
+        if fn.__module__ not in seen_by:
+            known = fn.__globals__.values()
+            seen_by[fn.__module__] = [x for x in both if any(x is value for value in known)]
+        if any(both[1].is_builtin(x.load) for x in seen_by[fn.__module__]):
+            return replace(fn)
+        return None
 
-    interpreter._patch_builtin = replace
+    interpreter._patch_lang = replace_once
 
 
 def _call(module: str, name: str, parameters: dict[str, Any]) -> None:
-    torch.manual_seed(0)
+    seed()
     with poisoned_memory():
         getattr(importlib.import_module(module), name)(**parameters)

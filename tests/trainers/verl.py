@@ -8,6 +8,8 @@ and the batches that verl's trainer would send.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -184,6 +186,7 @@ def prepare(row: Row, folder: Path) -> None:
 
     classes = Qwen2Config, Qwen2ForCausalLM, PreTrainedTokenizerFast
     write_model(folder / "model", row.settings, *classes)
+    _composed(*_overrides(row, str(folder)))  # once for all of its ranks
     if VARIABLE not in row.environment:
         _import()
 
@@ -269,49 +272,64 @@ def drive(row: Row, how: How) -> Trace:
     return trace
 
 
-def _workers(row: Row, how: How) -> tuple[Any, Any]:
+def _overrides(row: Row, folder: str) -> list[str]:
+    """Hydra's, those that all runs of a row share."""
+    given = row.settings
+    overrides = {
+        "actor_rollout_ref.model.path": f"{folder}/model",
+        "actor_rollout_ref.rollout.name": "sglang",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 2,
+        f"{_ACTOR}.megatron.tensor_model_parallel_size": given["tp"],
+        f"{_ACTOR}.megatron.context_parallel_size": given["cp"],
+        f"{_ACTOR}.megatron.pipeline_model_parallel_size": given["pp"],
+        f"{_ACTOR}.megatron.sequence_parallel": given["sp"],
+        f"{_ACTOR}.megatron.vanilla_mbridge": True,
+        f"{_ACTOR}.ppo_micro_batch_size_per_gpu": 2,
+        f"{_ACTOR}.ppo_mini_batch_size": 8,
+        f"{_ACTOR}.entropy_coeff": 0.01,
+        f"{_ACTOR}.optim.lr": 1e-3,
+        f"{_ACTOR}.optim.total_training_steps": 10,
+        # A gradient that is all rounding would move its parameter by the whole learning rate.
+        f"+{_ACTOR}.optim.override_optimizer_config.adam_eps": 1e-4,
+    }
+    if not given["sp"] and given["tp"] > 1:  # mbridge turns it on with TP
+        overrides[f"+{_ACTOR}.megatron.override_transformer_config.sequence_parallel"] = False
+    overrides |= given.get("overrides", {})
+    return [f"{key}={value}" for key, value in overrides.items()]
+
+
+@functools.cache
+def _composed(*overrides: str) -> Any:
+    """verl's own configuration, which takes hydra seconds."""
     from hydra import compose, initialize_config_dir  # type: ignore[import-not-found]
+
+    folder = source_root("verl") / "verl" / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        return compose("ppo_megatron_trainer", list(overrides))
+
+
+def _workers(row: Row, how: How) -> tuple[Any, Any]:
     from mbridge.core import llm_bridge  # type: ignore[import-not-found]
+    from omegaconf import OmegaConf  # type: ignore[import-not-found]
     from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
     from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 
     llm_bridge.get_gpt_decoder_block_spec = bridged_block_spec  # Transformer Engine's, else
     given = row.settings
-    actor = "actor_rollout_ref.actor"
-    overrides = {
-        "actor_rollout_ref.model.path": f"{how.folder}/model",
+    settings = {
         # verl's own kernels need a GPU: the plain run is the one on logits.
         "actor_rollout_ref.model.use_fused_kernels": given.get("fused", False) and how.switched,
-        "actor_rollout_ref.rollout.name": "sglang",
         "actor_rollout_ref.rollout.temperature": how.temperature,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 2,
-        f"{actor}.megatron.tensor_model_parallel_size": given["tp"],
-        f"{actor}.megatron.context_parallel_size": given["cp"],
-        f"{actor}.megatron.pipeline_model_parallel_size": given["pp"],
-        f"{actor}.megatron.sequence_parallel": given["sp"],
-        f"{actor}.megatron.vanilla_mbridge": True,
-        f"{actor}.ppo_micro_batch_size_per_gpu": 2,
-        f"{actor}.ppo_mini_batch_size": 8,
-        f"{actor}.entropy_coeff": 0.01,
-        f"{actor}.optim.lr": 1e-3,
-        f"{actor}.optim.total_training_steps": 10,
-        # A gradient that is all rounding would move its parameter by the whole learning rate.
-        f"+{actor}.optim.override_optimizer_config.adam_eps": 1e-4,
     }
-    if not given["sp"] and given["tp"] > 1:  # mbridge turns it on with TP
-        overrides[f"+{actor}.megatron.override_transformer_config.sequence_parallel"] = False
     if how.switched and VARIABLE not in row.environment:
-        overrides["actor_rollout_ref.model.external_lib"] = PLUGIN
-    overrides |= given.get("overrides", {})
+        settings["actor_rollout_ref.model.external_lib"] = PLUGIN
     if how.switched:
-        overrides |= given.get("switched", {})
-    folder = source_root("verl") / "verl" / "trainer" / "config"
-    with initialize_config_dir(str(folder), version_base=None):
-        config = compose(
-            "ppo_megatron_trainer", [f"{key}={value}" for key, value in overrides.items()]
-        )
+        settings |= given.get("switched", {})
+    config = copy.deepcopy(_composed(*_overrides(row, how.folder)))
+    for key, value in settings.items():
+        OmegaConf.update(config, key, value)
 
     class OfDtype(TrainingWorker):
         """The settings' check takes half precision only, the engine behind it any."""
