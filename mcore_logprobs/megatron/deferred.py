@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -270,16 +271,35 @@ def _functions_around() -> list[str]:
     """
     names: list[str] = []
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    forwards = _forwards() if _FORWARD_IS_CALLED_FROM_C else set()
     called = None
     while frame is not None:
         code = frame.f_code
         if code.co_name == "apply" and code.co_filename == _FUNCTION_FILE and called is not None:
-            names.append(getattr(called, "co_qualname", called.co_name))
+            names.append(_name_of(called))
+        elif id(code) in forwards:
+            names.append(_name_of(code))
         called, frame = code, frame.f_back
     return names[::-1]
 
 
-_FUNCTION_FILE = inspect.unwrap(torch.autograd.Function.apply).__code__.co_filename
+# From torch 2.14 on a function's `apply` is no Python function, and has no frame above its forward.
+_FORWARD_IS_CALLED_FROM_C = not hasattr(inspect.unwrap(torch.autograd.Function.apply), "__code__")
+_FUNCTION_FILE = torch.autograd.function.BackwardCFunction.apply.__code__.co_filename
+
+
+def _forwards() -> set[int]:
+    """The ids of the code of every autograd function's forward."""
+    found, classes = set(), [torch.autograd.Function]
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        found.add(id(getattr(cls.forward, "__code__", None)))
+    return found
+
+
+def _name_of(code: CodeType) -> str:
+    return getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no qualified one
 
 
 class Weak:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.kernels import budgets
+from mcore_logprobs.megatron import deferred as deferred_logits
 from mcore_logprobs.megatron.deferred import DeferredLogits
 from mcore_logprobs.megatron.lazy import call_of
 
@@ -311,7 +312,13 @@ class _Square(torch.autograd.Function):
         return 2.0 * grads[0] * ctx.saved_tensors[0]
 
 
-def test_a_function_whose_forward_has_no_ctx_is_refused_too() -> None:
+@pytest.mark.parametrize("from_c", [False, True], ids=["as here", "as in torch 2.14"])
+def test_a_function_whose_forward_has_no_ctx_is_refused_too(
+    from_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if from_c:  # there no file of torch's has a frame of `apply` above a forward
+        monkeypatch.setattr(deferred_logits, "_FORWARD_IS_CALLED_FROM_C", True)
+        monkeypatch.setattr(deferred_logits, "_FUNCTION_FILE", "")
     head = Head()
     with pytest.raises(RuntimeError, match="forward was given the deferred logits"):
         _Square.apply(head.handle())
