@@ -25,6 +25,8 @@ from mcore_logprobs import (
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets, inductor
 from mcore_logprobs.kernels.inductor import INVARIANT
+from mcore_logprobs.ops.linear_map import map_logits
+from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from tests.helpers import oracles
 from tests.helpers.heads import (
@@ -300,6 +302,42 @@ def test_against_plain_torch_in_float64():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 4, 12])
+def test_a_tile_whose_result_does_not_depend_on_the_logits(chunk_size):
+    """As of prompts alone, for which a function has nothing to compute; others have gradients."""
+    hidden = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    answers = torch.tensor([0.0] * 5 + [0.5, 2.0, 0.0, 1.0] + [0.0] * 3, dtype=torch.float64)
+
+    def fn(z: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+        if not answers.any():
+            return z.new_zeros(z.shape[0]), z.logsumexp(-1)
+        return z.square().sum(-1) * answers, z.logsumexp(-1)
+
+    found = linear_map(hidden, weight, fn, answers, chunk_size=chunk_size)
+    expected = fn(hidden @ weight.t(), answers)
+    upstream = [torch.randn_like(x) for x in expected]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, [hidden, weight], upstream),
+        torch.autograd.grad(expected, [hidden, weight], upstream),
+    )
+
+
+def test_a_weight_of_a_subclass():
+    class Own(Tensor):
+        pass
+
+    hidden, weight = torch.randn(6, 3, requires_grad=True), torch.randn(9, 3)
+    of_class = weight.as_subclass(Own).requires_grad_()
+    out = linear_map(hidden, of_class, lambda z: z.logsumexp(-1), chunk_size=4)
+    grads = torch.autograd.grad(out.sum(), [hidden, of_class])
+    plain = (hidden @ weight.requires_grad_().t()).logsumexp(-1)
+    expected = torch.autograd.grad(plain.sum(), [hidden, weight])
+    for found, want in zip(grads, expected, strict=True):
+        torch.testing.assert_close(found.as_subclass(Tensor), want)
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 
@@ -354,6 +392,31 @@ def test_mistakes(fn, tensors, options, message):
     hidden, weight, _ = shard_problem(make_problem((6,)), False)
     with pytest.raises(ValueError, match=message):
         linear_map(hidden, weight, fn, *tensors, **options)
+
+
+def test_a_learnt_tensor_that_a_later_tile_uses_is_refused():
+    hidden, weight, _ = shard_problem(make_problem((6,)), False)
+    learnt, counts = torch.ones((), requires_grad=True), torch.tensor([0.0] * 5 + [1.0])
+
+    def fn(z: Tensor, counts: Tensor) -> Tensor:
+        return (z * learnt).logsumexp(-1) if counts.any() else z.logsumexp(-1)
+
+    with pytest.raises(ValueError, match=r"'learnt'.* requires a gradient"):
+        linear_map(hidden, weight, fn, counts, chunk_size=2)
+
+
+def test_a_function_that_writes_to_the_caller_s_tensors_is_refused():
+    hidden, weight, _ = shard_problem(make_problem((6,)), False)
+    factor = torch.rand(6)
+    logits = hidden @ weight.t()
+    for call in (
+        lambda fn: linear_map(hidden, weight, fn, factor, chunk_size=4),
+        lambda fn: map_logits(given_logits(logits), fn, factor),
+    ):
+        with pytest.raises(ValueError, match=r"fn: wrote to per_token_tensors\[0\]"):
+            call(lambda z, factor: z.logsumexp(-1) * factor.mul_(2.0))
+        out = call(lambda z, factor: z.logsumexp(-1) * factor.clone().mul_(2.0))
+        torch.testing.assert_close(out, logits.logsumexp(-1) * factor * 2.0)
 
 
 def test_a_changing_structure_is_refused():

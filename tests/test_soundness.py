@@ -33,6 +33,7 @@ DIFFERENTIABLE = [
     "gather hidden log_softmax=True",
     "sampling_logprobs logits replay=True",
     "sampling_logprobs hidden top_k=6 top_p=0.8",
+    "topk_distill logits entropy=True",
 ]
 LINEAR = ("topk logits", "gather logits", "all_to_all_vp2sp logits", "all_to_all_sp2vp logits")
 

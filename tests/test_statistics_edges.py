@@ -352,13 +352,14 @@ def _retained() -> Tensor:
         _retained,
         lambda: (torch.randn(1, VOCAB, requires_grad=True) * 2).expand(4, VOCAB),
         lambda: (torch.randn(1, VOCAB, requires_grad=True) * 2).expand(2, VOCAB),
+        lambda: (torch.randn(4 * VOCAB, requires_grad=True) * 2).unfold(0, VOCAB, 5),
         lambda: torch.tanh(_logits()),
         lambda: torch.exp(_logits()),
         lambda: torch.softmax(_logits(), -1),
         lambda: torch.sigmoid(_logits()),
     ],
     ids=[
-        *("leaf", "view of a leaf", "retained", "expanded", "expanded to 2"),
+        *("leaf", "view of a leaf", "retained", "expanded", "expanded to 2", "overlapping"),
         *("tanh", "exp", "softmax", "sigmoid"),
     ],
 )

@@ -123,7 +123,8 @@ class _LogprobForward(RowStatistics):
         scale = done.softmax.logprobs_of if self._operation.log_softmax else times_multiplier
         values = scale(shards.sum(0).t(), self.multiplier)
         values = torch.where(self._counted, values, 0.0)
-        return (values, done.results.entropy), done.softmax
+        entropy = done.results.entropy  # which is saved too: the caller may change its own
+        return (values, None if entropy is None else entropy.clone()), done.softmax
 
 
 def gather(

@@ -24,6 +24,7 @@ from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Sav
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
 from mcore_logprobs.ops.user_function import graph_of_its_own, name_of, walk_graph
 from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.lazy_head import writes_to
 from mcore_logprobs.sources.source import RecomputedTile, Source
 
 MapFn = Callable[..., Any]
@@ -36,7 +37,7 @@ class _Structure:
     Attributes:
         spec: of the flat results.
         dtypes: of each flat result, None for a None.
-        differentiable: which flat results depend on the logits.
+        differentiable: which flat results depend on the logits, in some tile.
     """
 
     spec: Any = None
@@ -64,7 +65,8 @@ class Map(Operation[Source]):
     def call(self, z: Tensor, per_token: Sequence[Tensor], rows: slice) -> list[Tensor | None]:
         """fn of one tile, flat and checked; the first call settles the structure."""
         with _autocast(self.autocast):
-            flat, spec = flat_results(self.fn(z, *(t[rows] for t in per_token)), z.shape[0])
+            result = _call_without_writes(self.fn, z, [t[rows] for t in per_token])
+            flat, spec = flat_results(result, z.shape[0])
         known, dtypes = self.structure, [None if x is None else x.dtype for x in flat]
         if known.spec is None:
             known.spec, known.dtypes = spec, dtypes
@@ -100,15 +102,17 @@ class _MapForward(Forward):
         self._call(_processed(tile, tile.raw_logits(), self._source.processing), rows)
 
     def _call(self, z: Tensor, rows: slice) -> None:
-        operation = self._operation
-        # Once with autograd, to see what depends on the logits, and on what else.
-        tried = operation.grad_enabled and not self._parts
-        with torch.set_grad_enabled(tried), graph_of_its_own():
-            results = operation.call(z.requires_grad_(tried), self._per_token, rows)
-        if tried:
+        operation, structure = self._operation, self._operation.structure
+        # With autograd, to see what depends on the logits, and on what else: in each tile, since a
+        # function may have nothing to do in one, as where no row of it counts.
+        with torch.set_grad_enabled(operation.grad_enabled), graph_of_its_own():
+            z = z.requires_grad_(operation.grad_enabled)
+            results = operation.call(z, self._per_token, rows)
+        if operation.grad_enabled:
             _refuse_captured(results, z, operation.fn)
             learns = [x is not None and x.requires_grad for x in results]
-            operation.structure.differentiable = learns
+            before = structure.differentiable or [False] * len(learns)
+            structure.differentiable = [a or b for a, b in zip(before, learns, strict=True)]
         self._parts.append([None if x is None else x.detach() for x in results])
 
     def results(self) -> tuple[Results, Saved]:
@@ -166,7 +170,27 @@ class _MapGradient(Backward):
 
 def _processed(tile: RecomputedTile, raw: Tensor, processing: Processing) -> Tensor:
     """A tile's raw logits `[rows, V/TP]` as processed ones, in their memory."""
-    return processing.chunk(raw, tile.rows, slice(0, raw.shape[1])).processed(in_place=True)
+    z = processing.chunk(raw, tile.rows, slice(0, raw.shape[1])).processed(in_place=True)
+    # Those of a weight of a subclass would be of it too: autograd does not know such a leaf again.
+    return z if type(z) is Tensor else z.as_subclass(Tensor)
+
+
+def _call_without_writes(fn: MapFn, z: Tensor, per_token: Sequence[Tensor]) -> object:
+    """`fn(z, *per_token)`; a ValueError if it has written to a tensor of the caller's.
+
+    It would be read again in the backward, written.
+    """
+    if torch.compiler.is_compiling():
+        return fn(z, *per_token)
+    before = [writes_to(t) for t in per_token]
+    result = fn(z, *per_token)
+    for place, (t, then) in enumerate(zip(per_token, before, strict=True)):
+        if writes_to(t) != then:
+            raise ValueError(
+                f"fn: wrote to per_token_tensors[{place}], which is the caller's and is read again "
+                "in the backward: expected a function that changes copies alone"
+            )
+    return result
 
 
 def flat_results(result: object, rows: int) -> tuple[list[Tensor | None], Any]:
@@ -251,8 +275,8 @@ def map_logits(
             left_out = ~mask.reshape(-1, 1)
             z = z.view_as(z)  # not the caller's own, on which a hook would stay
             z.register_hook(lambda gradient: gradient.masked_fill(left_out, 0.0))
-        rows = (t.reshape(-1, *t.shape[len(lead) :]) for t in tensors)
-        flat, spec = flat_results(fn(z, *rows), source.num_rows)
+        rows = [t.reshape(-1, *t.shape[len(lead) :]) for t in tensors]
+        flat, spec = flat_results(_call_without_writes(fn, z, rows), source.num_rows)
         if mask is not None:
             flat = [None if x is None else _masked_rows(x, mask.reshape(-1)) for x in flat]
         per_token = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]
@@ -293,7 +317,7 @@ def linear_map(
         per_token_tensors: `[s, b, ...]` or `[n, ...]`, the whole sequence on every TP rank also
             under sequence parallelism; `[m, ...]` with rows. No gradient flows to them.
         logits: what fn gets, `[rows, V/TP]` float32 (float64 for float64 operands); fn must not
-            modify it. Rows come in no particular order.
+            modify it, nor its per-token tensors. Rows come in no particular order.
         fn returns a tensor `[rows, ...]`, or a (named) tuple, list, dict or TokenStats of such;
             None stays None. The same structure and dtypes at every call.
         mask: bool `[s, b]` or `[n]`, the whole sequence (`[m]` with rows); False rows give 0 and no
@@ -312,8 +336,8 @@ def linear_map(
     chunk_size is rows per tile. A tile spans all of a rank's columns; None: as many rows as fit 128
     MiB on a CPU, 1 GiB on a GPU, in float32.
 
-    A result has a gradient if fn's result depends on the logits. As with the operations on logits,
-    each rank differentiates its own result.
+    A result has a gradient if fn's result depends on the logits, in one tile or more. As with the
+    operations on logits, each rank differentiates its own result.
 
     Cost: four GEMMs with a backward, and twice the forward of fn. Each tile reads and
     writes dWeight in float32 once.
@@ -327,8 +351,8 @@ def linear_map(
     Raises:
         ValueError: before any collective for arguments, see `linear_token_stats`; per-token tensors
             that require a gradient; compact without a mask; a parameter captured in fn (in its
-            closure or its module), by name, as its gradient would be lost; a result of another
-            shape.
+            closure or its module), by name, as its gradient would be lost; a per-token tensor that
+            fn wrote to; a result of another shape.
     """
     source = head_logits(hidden, weight, **shared)
     return map_logits(source, fn, *per_token_tensors, mask=mask)

@@ -135,7 +135,8 @@ def _check_graph(loss: Tensor, roots: list[Any], fn: LossFn) -> None:
         raise ValueError(
             "loss_fn: the loss is cut off from the log-probabilities and the entropy, so that "
             "nothing would learn from it: expected a differentiable function of them, got a loss "
-            f"of {loss.dtype} that was detached, formed under no_grad, made constant or rounded"
+            f"of {loss.dtype} that was detached, formed under no_grad, made constant or rounded "
+            "(where no row counts return 0 * logprobs: it is called for some rows at a time)"
         )
 
 

@@ -385,7 +385,7 @@ def given_logits(
 def _check_inplace_backward(logits: Tensor) -> None:
     """Refuse `inplace_backward=True` where the logits are needed elsewhere, as far as can be seen.
 
-    Seen are: a leaf and its views, retained gradients, overlapping memory (an expanded tensor), and
+    Seen are: a leaf and its views, retained gradients, overlapping memory (as of `expand`), and
     an operation that saved its own output for its backward (softmax, tanh, exp, ...). Not seen are
     other consumers that come later.
 
@@ -402,10 +402,14 @@ def _check_inplace_backward(logits: Tensor) -> None:
         raise ValueError(f"inplace_backward=True: expected the output of an operation, got {got}")
     if logits.retains_grad:
         raise ValueError("inplace_backward=True: the logits retain their gradient (retain_grad())")
-    if any(
-        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
-    ):
-        raise ValueError("inplace_backward=True: the logits are an expanded tensor")
+    reached = 0  # by the dimensions within
+    for dim in reversed(_outermost_first(logits.stride())):
+        size, stride = logits.shape[dim], logits.stride()[dim]
+        if size > 1 and stride <= reached:
+            raise ValueError(
+                "inplace_backward=True: the logits overlap themselves in memory, as of expand()"
+            )
+        reached += (size - 1) * stride
     node = logits.grad_fn
     if hasattr(node, "_saved_result") or hasattr(node, "_saved_output"):
         raise ValueError(
