@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -266,13 +265,12 @@ class DeferredLogits:
 def _functions_around() -> list[str]:
     """The autograd functions in whose forward or backward this is called, outermost first.
 
-    What torch's own `apply` calls, whatever its arguments' names. What a frame's variables are is
-    not looked at, which would keep them alive for as long as the frame.
+    A forward by its own code: torch 2.14 calls it from C. A backward by torch's `apply` above it.
+    What a frame's variables are is not looked at, which would keep them alive as long as the frame.
     """
     names: list[str] = []
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-    forwards = _forwards() if _FORWARD_IS_CALLED_FROM_C else set()
-    called = None
+    forwards, called = _forwards(), None
     while frame is not None:
         code = frame.f_code
         if code.co_name == "apply" and code.co_filename == _FUNCTION_FILE and called is not None:
@@ -283,8 +281,6 @@ def _functions_around() -> list[str]:
     return names[::-1]
 
 
-# From torch 2.14 on a function's `apply` is no Python function, and has no frame above its forward.
-_FORWARD_IS_CALLED_FROM_C = not hasattr(inspect.unwrap(torch.autograd.Function.apply), "__code__")
 _FUNCTION_FILE = torch.autograd.function.BackwardCFunction.apply.__code__.co_filename
 
 

@@ -317,7 +317,6 @@ def test_a_function_whose_forward_has_no_ctx_is_refused_too(
     from_c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if from_c:  # there no file of torch's has a frame of `apply` above a forward
-        monkeypatch.setattr(deferred_logits, "_FORWARD_IS_CALLED_FROM_C", True)
         monkeypatch.setattr(deferred_logits, "_FUNCTION_FILE", "")
     head = Head()
     with pytest.raises(RuntimeError, match="forward was given the deferred logits"):

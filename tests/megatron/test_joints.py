@@ -163,11 +163,17 @@ class Unnamed(torch.autograd.Function):
 
 
 class OwnApply(Unnamed):
-    """Which does not go through torch's own `apply`, so that no frame tells of it."""
+    """Which does not go through torch's own `apply`."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         return super(torch.autograd.Function, cls).apply(*args)
+
+
+class Bound(OwnApply):
+    """Whose forward has no code of its own either."""
+
+    forward = staticmethod(functools.partial(lambda factor, context, x: x * factor, 1.0))
 
 
 def between(case: str) -> dict[str, float]:
@@ -191,6 +197,8 @@ def between(case: str) -> dict[str, float]:
                     logits = Unnamed.apply(logits)
                 elif case == "function with an apply of its own":
                     logits = OwnApply.apply(logits)
+                elif case == "function that no frame tells of":
+                    logits = Bound.apply(logits)
                 elif case == "hidden in place":
                     with torch.no_grad():
                         logits.mul_(0.5)
@@ -236,7 +244,8 @@ def test_code_between_output_layer_and_loss(ranks, case):
     [
         ("function", "was given the deferred logits"),
         ("unnamed function", "was given the deferred logits"),
-        ("function with an apply of its own", "lost their gradient"),
+        ("function with an apply of its own", "was given the deferred logits"),
+        ("function that no frame tells of", "lost their gradient"),
         ("hidden in place", "in place"),
     ],
 )
