@@ -29,7 +29,14 @@ import torch
 import torch.distributed as dist
 from rl import checkpoint
 from rl.checks import self_check
-from rl.config import OF_THE_SAMPLER, RunConfig, SetupError, read_command_line, validate_model
+from rl.config import (
+    OF_THE_SAMPLER,
+    RunConfig,
+    SetupError,
+    logprob_config,
+    read_command_line,
+    validate_model,
+)
 from rl.data import IGNORE, Batch, group_advantages, kept_ids, make_batch, make_task, micro_batches
 from rl.evaluate import Questions
 from rl.explain import explain
@@ -47,7 +54,7 @@ from rl.rollout import RolloutEngine, Sample
 from rl.vllm_engine import VllmEngine
 from rl.weights import Policy, WeightBridge, build_policy
 
-from mcore_logprobs import LogprobConfig, TokenStats, patch_model
+from mcore_logprobs import TokenStats, patch_model
 from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 from mcore_logprobs.losses import RegularizedLoss, clip_fraction, truncated_importance_weights
 
@@ -68,14 +75,8 @@ class GrpoTrainer:
         self.policy = build(trainable=True)
         self.reference = build(trainable=False) if config.needs_reference else None
         self.optimizer = make_optimizer(config, self.policy.model, layout.device)
-        # The sampler's temperature, so that the ratio compares like with like; the true
-        # vocabulary, so that padded columns are never counted; no product for prompts and padding.
-        self.logprobs = replace(
-            LogprobConfig.from_dict(config.logprobs),
-            temperature=config.rollout.temperature,
-            vocab_size=self.llama.vocab_size,
-            compact=True,
-        )
+        # The true vocabulary, so that padded columns are never counted.
+        self.logprobs = replace(logprob_config(config), vocab_size=self.llama.vocab_size)
         torch.manual_seed(config.seed + 100 * layout.rank)
 
     def _start_engine(self) -> tuple[Any, int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
-from mcore_logprobs.commands import Parser
+from mcore_logprobs.commands import Parser, or_closed_pipe
 
 # What each does, and the function that does it with the arguments that come after its name.
 COMMANDS = {
@@ -32,16 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "run" and not {"-h", "--help"}.issuperset(arguments[1:2]):
         return int(function(arguments[1:]))  # the script's own exceptions pass through
     try:
-        status = int(function(arguments[1:]))
-        if sys.stdout is not None:  # closed
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes stdout once more when it ends, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, as a shell reports it
+        return or_closed_pipe(lambda: int(function(arguments[1:])))
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
-    return status
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -131,6 +132,25 @@ def check_script(script: str, as_module: bool) -> None:
             raise ValueError(f"expected a module, got {script}: not found on sys.path")
     elif not (Path(script).is_file() or Path(script, "__main__.py").is_file()):
         raise ValueError(f"expected a script, got {script}: no such file")
+
+
+def leave_out_cwd() -> None:
+    """Take the working directory, which `python -m` puts there, from `sys.path`."""
+    if sys.path[:1] == [os.getcwd()] and not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]
+
+
+def or_closed_pipe(print_all: Callable[[], int]) -> int:
+    """Its exit status; 141 where the reader of stdout has gone (`| head -1`)."""
+    try:
+        status = print_all()
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, as a shell reports it
+    return status
 
 
 def comma_separated(one: Callable[[str], object]) -> Callable[[str], list[Any]]:

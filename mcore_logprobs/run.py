@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Sequence
 
 import mcore_logprobs
-from mcore_logprobs.commands import check_script
+from mcore_logprobs.commands import check_script, leave_out_cwd
 
 USAGE = "usage: python -m mcore_logprobs run [-m] SCRIPT ARGS..."
 
@@ -72,8 +72,7 @@ def _run(script: str, arguments: list[str], as_module: bool) -> None:
         if as_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            if sys.path[:1] == [os.getcwd()] and not getattr(sys.flags, "safe_path", False):
-                del sys.path[0]  # put there by `python -m`
+            leave_out_cwd()
             if os.path.isfile(script) and not zipfile.is_zipfile(script):  # those runpy puts there
                 sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
             runpy.run_path(os.path.abspath(script), run_name="__main__")  # as `__file__` is

@@ -254,7 +254,7 @@ def test_every_kind_is_exact_for_itself() -> None:
             {"fn": "tests.dropin.audited:NemoDistributedLogprob", "call": {"ctx": None}},
             "call: expected one of vocab_parallel_logits, target, .*, got 'ctx'",
         ),
-        ({"fn": "torch:float32", "call": {"x": 1}}, "parameters Python knows, got torch:float32"),
+        ({"fn": "torch:float32", "call": {"x": 1}}, "expected a function, got torch:float32, of"),
         (
             {"fn": "torch:logsumexp", "call": {"x": 1}},
             "parameters Python knows, got torch:logsumexp",
@@ -273,6 +273,7 @@ def test_mistakes(arguments, message: str) -> None:
         (["nowhere:f"], "No module named 'nowhere'"),
         (["torch:nothing"], "torch has no 'nothing'"),
         (["torch"], "expected MODULE:FUNCTION, got 'torch'"),
+        (["math:pi"], "expected a function, got math:pi, of type float"),
         (["json:dumps", "--tp", "two"], "expected numbers such as 1,2,4, got 'two'"),
         (["json:dumps", "--tp", "5"], "tp: expected divisors of 48"),
         (["json:dumps", "--call", "chunk_size"], "expected NAME=VALUE, got 'chunk_size'"),

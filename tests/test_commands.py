@@ -120,11 +120,12 @@ from mcore_logprobs import __main__ as m
 m.resolve_name = lambda name: lambda arguments: print("x" * 10**6) or 0
 sys.exit(m.main(["doctor"]))
 """
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 141
+    for words in (["-c", script], ["-m", "mcore_logprobs.dropin", "areal", "--env"]):
+        command = [sys.executable, *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 141
 
     monkeypatch.setattr("sys.stdout", None)  # closed
     monkeypatch.setattr("mcore_logprobs.__main__.resolve_name", lambda name: lambda arguments: 0)

@@ -362,10 +362,24 @@ def validate(config: RunConfig, world_size: int) -> None:
     own |= {"target_rank", "ignore_index", "compact"}
     for key in sorted(own & set(config.logprobs)):
         raise SetupError(f"logprobs.{key} is set by the run itself; leave it out")
+    logprob_config(config)
+
+
+def logprob_config(config: RunConfig) -> LogprobConfig:
+    """The settings of the policy's log-probabilities, with those that the run itself sets.
+
+    The sampler's temperature, so that the ratio compares like with like; no product for prompts and
+    padding. The model's true vocabulary is not known here.
+    """
+    r = config.rollout
+    filters = {"top_p": r.top_p, "min_p": r.min_p} if r.filters and not r.replays else {}
     try:
-        LogprobConfig.from_dict(config.logprobs)
+        settings = LogprobConfig.from_dict({**config.logprobs, "compact": True})
+        settings = dataclasses.replace(settings, temperature=r.temperature)
+        dataclasses.replace(settings, **filters)  # as they are where answers are scored
     except ValueError as error:
         raise SetupError(f"logprobs: {error}") from None
+    return settings
 
 
 def validate_model(config: RunConfig, llama: Any) -> None:
@@ -379,6 +393,13 @@ def validate_model(config: RunConfig, llama: Any) -> None:
     ):
         if size % parts:
             raise SetupError(f"the model's {what} ({size}) do not divide by {name} {parts}")
+    segments = logprob_config(config).invariant_segments
+    padded = -(-llama.vocab_size // p.tp) * p.tp
+    if segments and padded % segments:
+        raise SetupError(
+            "logprobs.invariant_segments: expected a divisor of the padded vocabulary "
+            f"({padded}), got {segments}"
+        )
     letters = config.task.options.get("letters", 8)
     echo = config.task.name == "echo" and type(letters) is int  # which the task checks
     if echo and letters + 3 > llama.vocab_size:  # three ids are special

@@ -112,6 +112,8 @@ def find(spec: str) -> Callable[..., Any]:
         if not hasattr(target, part):
             raise ValueError(f"{module_name} has no {part!r}")
         target = getattr(target, part)
+    if not callable(target):
+        raise ValueError(f"expected a function, got {spec}, of type {type(target).__name__}")
     owner = getattr(target, "__self__", None)
     if inspect.isclass(owner) and name.endswith(".apply"):
         return owner  # only its forward has parameters with names

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mcore_logprobs.commands import check_script
+from mcore_logprobs.commands import check_script, leave_out_cwd, or_closed_pipe
 from mcore_logprobs.dropin.installed import FRAMEWORKS, check_fits, check_installed
 from mcore_logprobs.dropin.lazy_models import check_fused, lazy_models
 from mcore_logprobs.megatron.imports import after_import
@@ -223,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not only_print:
             check_script(arguments[0], as_module)
             if not as_module:  # as Python does, and before the framework's files are looked up
+                leave_out_cwd()
                 sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
             switch_on(framework)
     except ValueError as error:
@@ -230,9 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"python -m mcore_logprobs.dropin: error: {error}", file=sys.stderr)
         return 2
     if only_print:
-        for name, value in variables.items():
-            print(f"export {name}={shlex.quote(value)}")
-        return 0
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        return or_closed_pipe(lambda: print(*lines, sep="\n") or 0)
     os.environ.update(variables)
     sys.argv = arguments
     if as_module:

@@ -226,8 +226,11 @@ def test_help_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_framework_that_is_not_there(tmp_path: Path) -> None:
     """Its name may be another's, or its environment the wrong one."""
-    (tmp_path / "own.py").write_text("import sys; print('ran', sys.argv)\n")
+    (tmp_path / "own.py").write_text("import sys; print('ran', sys.argv, sys.path)\n")
     script = f"""
+    import os, sys
+    os.chdir("/")
+    sys.path.insert(0, "/")  # as `python -m` does
     from mcore_logprobs.dropin.switch import main
     print(main(["areal", {str(tmp_path / "own.py")!r}]))
     """
@@ -235,6 +238,7 @@ def test_a_framework_that_is_not_there(tmp_path: Path) -> None:
     printed = fresh(script)
     assert said in printed
     assert "ran [" in printed
+    assert "'/'" not in printed  # the working folder, which Python gives no script
     root = written("areal", tmp_path)
     assert said not in fresh(script, root)
     # A checkout in which the script stands is found, as Python finds it.

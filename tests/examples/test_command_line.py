@@ -22,6 +22,7 @@ from rl.config import (
     load_config,
     override,
     validate,
+    validate_model,
 )
 
 from mcore_logprobs import LogprobConfig, add_logprob_args
@@ -139,6 +140,12 @@ def test_bad_values(values: dict, message: str) -> None:
         ),
         ({"logprobs": {"temperature": 2.0}}, 1, "logprobs.temperature"),
         ({"logprobs": {"fuzed": True}}, 1, "unknown key 'fuzed'"),
+        ({"rollout": {"temperature": 1e-40}}, 1, "logprobs: .*temperature: expected a finite"),
+        (
+            {"rollout": {"top_p": 0.9}, "logprobs": {"invariant_segments": 2}},
+            1,
+            "logprobs: .*invariant_segments: expected None with top_k, top_p or min_p",
+        ),
     ],
 )
 def test_bad_combinations(values: dict, world: int, message: str) -> None:
@@ -154,6 +161,17 @@ def test_sizes_of_a_random_model() -> None:
         llama_config(ModelSection(random={1: 2}))
     with pytest.raises(SetupError, match=r"model\.random: "):
         llama_config(ModelSection(random={"hidden_size": 12, "num_attention_heads": 5}))
+
+
+def test_segments_divide_the_padded_vocabulary() -> None:
+    llama = llama_config(ModelSection(random={"vocab_size": 11, "num_hidden_layers": 2}))
+    for segments, tp in ((8, 1), (11, 2)):
+        values = {"logprobs": {"invariant_segments": segments}, "parallel": {"tp": tp, "cp": 1}}
+        config = from_dict(RunConfig, values, where="a.yaml")
+        with pytest.raises(SetupError, match="expected a divisor of the padded vocabulary"):
+            validate_model(config, llama)
+    values = {"logprobs": {"invariant_segments": 6}, "parallel": {"tp": 2, "cp": 1}}
+    validate_model(from_dict(RunConfig, values, where="a.yaml"), llama)
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
