@@ -168,6 +168,8 @@ def index_of(value: object) -> int | None:
 
 def is_bias(value: object) -> bool:
     """Whether it may be added to a logit: a number that is finite in float32, or -inf."""
+    if type(value) is float:  # of lists that may be long
+        return -_LARGEST_FLOAT32 <= value <= _LARGEST_FLOAT32 or value == -math.inf
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     number = float(value) if hasattr(value, "dtype") else value  # NumPy's, in their dtype

@@ -301,7 +301,8 @@ class LogprobConfig(SuggestsFields):
             for flag, action in flags.items()
             if flag in given and not hasattr(args, action.dest)
         ]
-        if isinstance(getattr(args, YAML_SECTION, None), SimpleNamespace):
+        section = getattr(args, YAML_SECTION, None)
+        if isinstance(section, (SimpleNamespace, argparse.Namespace, Mapping)):
             lost.append(f"a section {YAML_SECTION!r}")
         if lost:
             raise ValueError(

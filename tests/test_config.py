@@ -484,8 +484,9 @@ def test_what_has_no_attributes_is_refused(read, given) -> None:
         (["--logprob-temperature", "0.5"], argparse.Namespace(), "--logprob-temperature"),
         (["--logprob-top-k=3"], SimpleNamespace(logprob_batch_size=4), "--logprob-top-k"),
         ([], SimpleNamespace(mcore_logprobs=SimpleNamespace(top_k=3)), "a section 'mcore_logprobs"),
+        ([], argparse.Namespace(mcore_logprobs={"top_k": 3}), "a section 'mcore_logprobs"),
     ],
-    ids=["a flag", "a flag and its value", "a section"],
+    ids=["a flag", "a flag and its value", "a section", "a mapping"],
 )
 def test_settings_that_did_not_reach_the_namespace(monkeypatch, words, args, given) -> None:
     """As after Megatron's --yaml-cfg, whose file takes the place of the parser's namespace."""
