@@ -290,7 +290,9 @@ def _forwards() -> set[int]:
     while classes:
         cls = classes.pop()
         classes += cls.__subclasses__()
-        found.add(id(getattr(cls.forward, "__code__", None)))
+        code = getattr(cls.forward, "__code__", None)  # a partial has none
+        if code is not None:
+            found.add(id(code))
     return found
 
 
