@@ -234,14 +234,13 @@ class TokenStats:
         for n, width in zip(kept, widths, strict=True):
             sizes += [n, width - n]
         sizes.append(size - bounds[-1])
-        pieces = {
-            id(x): x.split(sizes, seq_dim)[:-1:2] for x in pytree.tree_leaves(self._per_token())
-        }
-
-        def piece(number: int) -> TokenStats:
-            return self._per_token_only(lambda x: pieces[id(x)][number])
-
-        return [piece(number) for number in range(len(parts))]
+        tensors, spec = pytree.tree_flatten(self._per_token())
+        pieces = [x.split(sizes, seq_dim)[:-1:2] for x in tensors]
+        absent: dict[str, Any] = dict.fromkeys(f.name for f in fields(self))
+        return [
+            type(self)(**absent | pytree.tree_unflatten(list(own), spec))
+            for own in zip(*pieces, strict=True)
+        ]
 
     def _token_dim(self, seq_dim: int) -> int:
         """A dimension of the tokens from the front: from the end it would be a candidate's k."""
