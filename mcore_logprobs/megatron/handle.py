@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -118,9 +119,12 @@ class PatchHandle:
         if logit_bias is not None:
             check_column_bias(logit_bias)
 
+        @functools.cache  # asked again for each head, and a bias may be of thousands of ids
+        def changed_config(config: LogprobConfig) -> LogprobConfig:
+            return LogprobConfig.from_dict({**config.as_dict(), **fields})
+
         def change(call: Call) -> Call:
-            config = LogprobConfig.from_dict({**call.config.as_dict(), **fields})
-            return replace(call, config=config, **changes)
+            return replace(call, config=changed_config(call.config), **changes)
 
         changed = change(self._blocks[0].call).config
         for language_model in find_language_models(self._model):
