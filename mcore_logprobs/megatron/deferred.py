@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -285,12 +286,15 @@ _FUNCTION_FILE = torch.autograd.function.BackwardCFunction.apply.__code__.co_fil
 
 
 def _forwards() -> set[int]:
-    """The ids of the code of every autograd function's forward."""
+    """The ids of the code of every autograd function's forward.
+
+    Within its decorators, whose own code others share: of `torch.no_grad`, or the compiler's.
+    """
     found, classes = set(), [torch.autograd.Function]
     while classes:
         cls = classes.pop()
         classes += cls.__subclasses__()
-        code = getattr(cls.forward, "__code__", None)  # a partial has none
+        code = getattr(inspect.unwrap(cls.forward), "__code__", None)  # a partial has none
         if code is not None:
             found.add(id(code))
     return found

@@ -312,6 +312,30 @@ class _Square(torch.autograd.Function):
         return 2.0 * grads[0] * ctx.saved_tensors[0]
 
 
+class _Decorated(torch.autograd.Function):
+    @staticmethod
+    @torch.no_grad()
+    def forward(ctx: Any, x: Any) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise AssertionError
+
+
+def test_a_decorator_of_a_function_s_forward_is_no_function() -> None:
+    head = Head()
+    handle = head.handle()
+
+    @torch.no_grad()
+    def metric(logits: Any) -> Tensor:
+        return logits.sum()
+
+    assert torch.equal(metric(handle), head.logits().sum())
+    with pytest.raises(RuntimeError, match="was given the deferred logits"):
+        _Decorated.apply(head.handle())
+
+
 @pytest.mark.parametrize("from_c", [False, True], ids=["as here", "as in torch 2.14"])
 def test_a_function_whose_forward_has_no_ctx_is_refused_too(
     from_c: bool, monkeypatch: pytest.MonkeyPatch
