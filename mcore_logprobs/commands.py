@@ -140,10 +140,10 @@ def leave_out_cwd() -> None:
         del sys.path[0]
 
 
-def or_closed_pipe(print_all: Callable[[], int]) -> int:
-    """Its exit status; 141 where the reader of stdout has gone (`| head -1`)."""
+def or_closed_pipe(command: Callable[[], int | None]) -> int:
+    """A command's exit status; 141 where the reader of stdout has gone (`| head -1`)."""
     try:
-        status = print_all()
+        status = command() or 0
         if sys.stdout is not None:  # closed
             sys.stdout.flush()
     except BrokenPipeError:

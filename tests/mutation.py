@@ -48,7 +48,7 @@ TESTS = {
     "ops/divergence": "tests/test_new_source.py tests/test_divergences.py "
     f"tests/test_nan_rows.py tests/test_lazy_operations.py {OPERATIONS}",
     "ops/policy": f"tests/test_policy_loss.py {OPERATIONS}",
-    "ops/linear_map": f"tests/test_hidden_edges.py {OPERATIONS}",
+    "ops/linear_map": f"tests/test_linear_map.py {OPERATIONS}",
     "ops/": ANY_OPERATION,
     "sources/pair": "tests/test_new_source.py tests/test_divergences.py "
     f"tests/test_lazy_operations.py {OPERATIONS}",

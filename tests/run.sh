@@ -171,7 +171,7 @@ many_blocks() (  # two processes: after the tests of models torch.compile does n
     failed=0
     run tests/megatron tests/dropin tests/context_parallel || failed=1
     run tests/test_lazy*.py tests/test_losses_in_training.py \
-        tests/test_{choices,divergences,drafts,dtensor,filters_hidden,hidden_edges,nan_rows,new_source}.py \
+        tests/test_{choices,divergences,drafts,dtensor,filters_hidden,hidden_edges,linear_map,nan_rows,new_source}.py \
         tests/test_{outlived,policy_loss,prefix_tree,rows,sample,saved_bytes,soundness,statistics_edges}.py \
         || failed=1
     exit "$failed"

@@ -1,10 +1,8 @@
-"""Operations from hidden states: ties over blocks, precision, a LoRA, main_grad, linear_map."""
+"""Operations from hidden states: ties over blocks, precision, a LoRA, main_grad, tiles."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
 
 import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
 import pytest
@@ -15,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from mcore_logprobs import (
     linear_gather,
     linear_kl_div,
-    linear_map,
     linear_policy_loss,
     linear_token_stats,
     linear_topk,
@@ -25,8 +22,6 @@ from mcore_logprobs import (
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets, inductor
 from mcore_logprobs.kernels.inductor import INVARIANT
-from mcore_logprobs.ops.linear_map import map_logits
-from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from tests.helpers import oracles
 from tests.helpers.heads import (
@@ -256,179 +251,7 @@ def test_single_logits_add_to_main_grad_in_any_dtype(dtype):
     assert len(sums) == (dtype == torch.bfloat16)
 
 
-# ---- linear_map ----------------------------------------------------------------------------------
-
-
-class Found(NamedTuple):
-    spread: Tensor  # [rows]
-    pair: tuple[Tensor, None]  # [rows, 2], differentiable
-    ids: Tensor  # [rows, 2] int64
-    constant: Tensor  # [rows], cut off from the logits
-
-
-def _several(z: Tensor, scale: Tensor) -> Found:
-    values, ids = vocab_parallel_topk(z, 2)
-    return Found(z.var(-1) * scale[:, 0], (values, None), ids, z.detach().amax(-1))
-
-
-def test_against_plain_torch_in_float64():
-    """Results of several shapes in a named tuple; a per-token tensor with a dimension of its own.
-
-    10 rows in tiles of 4 leave a ragged tile; 9 columns, a width of 3.
-    """
-    hidden = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
-    scale = torch.randn(5, 2, 1, dtype=torch.float64)
-    out = linear_map(hidden, weight, _several, scale, softcap=2.0, chunk_size=4)
-    assert isinstance(out, Found)
-
-    z = 2.0 * torch.tanh(hidden @ weight.t() / 2.0)
-    values, ids = z.topk(2, -1)
-    spread = z.var(-1) * scale[..., 0]
-    torch.testing.assert_close(out.spread, spread, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(out.pair[0], values, rtol=1e-12, atol=1e-12)
-    assert out.pair[1] is None
-    assert torch.equal(out.ids, ids)
-    torch.testing.assert_close(out.constant, values[..., 0].detach(), rtol=1e-12, atol=1e-12)
-    assert [x.requires_grad for x in (out.spread, out.pair[0], out.ids, out.constant)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    upstream = [torch.randn_like(spread), torch.randn_like(values)]
-    found = torch.autograd.grad([out.spread, out.pair[0]], [hidden, weight], upstream)
-    expected = torch.autograd.grad([spread, values], [hidden, weight], upstream)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4, 12])
-def test_a_tile_whose_result_does_not_depend_on_the_logits(chunk_size):
-    """As of prompts alone, for which a function has nothing to compute; others have gradients."""
-    hidden = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
-    answers = torch.tensor([0.0] * 5 + [0.5, 2.0, 0.0, 1.0] + [0.0] * 3, dtype=torch.float64)
-
-    def fn(z: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-        if not answers.any():
-            return z.new_zeros(z.shape[0]), z.logsumexp(-1)
-        return z.square().sum(-1) * answers, z.logsumexp(-1)
-
-    found = linear_map(hidden, weight, fn, answers, chunk_size=chunk_size)
-    expected = fn(hidden @ weight.t(), answers)
-    upstream = [torch.randn_like(x) for x in expected]
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(found, [hidden, weight], upstream),
-        torch.autograd.grad(expected, [hidden, weight], upstream),
-    )
-
-
-def test_a_weight_of_a_subclass():
-    class Own(Tensor):
-        pass
-
-    hidden, weight = torch.randn(6, 3, requires_grad=True), torch.randn(9, 3)
-    of_class = weight.as_subclass(Own).requires_grad_()
-    out = linear_map(hidden, of_class, lambda z: z.logsumexp(-1), chunk_size=4)
-    grads = torch.autograd.grad(out.sum(), [hidden, of_class])
-    plain = (hidden @ weight.requires_grad_().t()).logsumexp(-1)
-    expected = torch.autograd.grad(plain.sum(), [hidden, weight])
-    for found, want in zip(grads, expected, strict=True):
-        torch.testing.assert_close(found.as_subclass(Tensor), want)
-
-
-# ---- what is refused ----------------------------------------------------------------------------
-
-
-class _Scaled(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return (z * self.temperature).logsumexp(-1)
-
-
-def _times(z: Tensor, factor: Tensor) -> Tensor:
-    return z.logsumexp(-1) * factor
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen head"])
-def test_learnt_tensors_are_refused_by_name(frozen):
-    hidden, weight, _ = shard_problem(make_problem((6,)), False)
-    if frozen:
-        hidden, weight = hidden.detach(), weight.detach()
-    learnt = torch.ones((), requires_grad=True)
-    fns = {
-        "'learnt'": lambda z: z.logsumexp(-1) * learnt.exp(),
-        "'factor'": functools.partial(_times, factor=learnt),
-        "'_Scaled.temperature'": _Scaled(),
-        "'learnt' (shape ())": lambda z: learnt.expand(z.shape[0]),
-    }
-    for name, fn in fns.items():
-        with pytest.raises(ValueError, match="requires a gradient") as error:
-            linear_map(hidden, weight, fn)
-        assert name in str(error.value)
-        with torch.no_grad():
-            linear_map(hidden, weight, fn)
-    with pytest.raises(ValueError, match=r"per_token_tensors\[0\]: requires a gradient"):
-        linear_map(hidden, weight, _times, torch.ones(6, requires_grad=True))
-
-
-@pytest.mark.own_sizes
-@pytest.mark.parametrize(
-    ("fn", "tensors", "options", "message"),
-    [
-        ("sum", (), {}, "fn: expected a callable, got str"),
-        (lambda z: z.sum(), (), {}, r"fn: expected .*\[6, ...\], got \(\) as result 0"),
-        (lambda z: (z.sum(-1), 1.0), (), {}, "got float as result 1"),
-        (lambda z: z.sum(0), (), {}, r"got \(24,\)"),
-        (_times, (torch.ones(5),), {}, r"per_token_tensors\[0\].*\(6,\).*\(5,\)"),
-    ],
-    ids=range(5),
-)
-def test_mistakes(fn, tensors, options, message):
-    hidden, weight, _ = shard_problem(make_problem((6,)), False)
-    with pytest.raises(ValueError, match=message):
-        linear_map(hidden, weight, fn, *tensors, **options)
-
-
-def test_a_learnt_tensor_that_a_later_tile_uses_is_refused():
-    hidden, weight, _ = shard_problem(make_problem((6,)), False)
-    learnt, counts = torch.ones((), requires_grad=True), torch.tensor([0.0] * 5 + [1.0])
-
-    def fn(z: Tensor, counts: Tensor) -> Tensor:
-        return (z * learnt).logsumexp(-1) if counts.any() else z.logsumexp(-1)
-
-    with pytest.raises(ValueError, match=r"'learnt'.* requires a gradient"):
-        linear_map(hidden, weight, fn, counts, chunk_size=2)
-
-
-def test_a_function_that_writes_to_the_caller_s_tensors_is_refused():
-    hidden, weight, _ = shard_problem(make_problem((6,)), False)
-    factor = torch.rand(6)
-    logits = hidden @ weight.t()
-    for call in (
-        lambda fn: linear_map(hidden, weight, fn, factor, chunk_size=4),
-        lambda fn: map_logits(given_logits(logits), fn, factor),
-    ):
-        with pytest.raises(ValueError, match=r"fn: wrote to per_token_tensors\[0\]"):
-            call(lambda z, factor: z.logsumexp(-1) * factor.mul_(2.0))
-        out = call(lambda z, factor: z.logsumexp(-1) * factor.clone().mul_(2.0))
-        torch.testing.assert_close(out, logits.logsumexp(-1) * factor * 2.0)
-
-
-def test_a_changing_structure_is_refused():
-    hidden, weight, _ = shard_problem(make_problem((6,)), False)
-    calls = []
-
-    def fn(z: Tensor) -> Any:
-        calls.append(z)
-        return z.sum(-1) if len(calls) < 2 else (z.sum(-1), z.sum(-1))
-
-    with pytest.raises(ValueError, match="structure and dtypes that its first call gave"):
-        linear_map(hidden, weight, fn, chunk_size=3)
+# ---- calls, tiles and rows ----------------------------------------------------------------------
 
 
 def test_adapters_in_one_batch_are_a_call_each_and_cost_what_one_call_does() -> None:

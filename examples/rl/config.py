@@ -362,7 +362,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     own |= {"target_rank", "ignore_index", "compact"}
     for key in sorted(own & set(config.logprobs)):
         raise SetupError(f"logprobs.{key} is set by the run itself; leave it out")
-    logprob_config(config)
+    logprob_config(config)  # or it raises
 
 
 def logprob_config(config: RunConfig) -> LogprobConfig:
@@ -374,8 +374,8 @@ def logprob_config(config: RunConfig) -> LogprobConfig:
     r = config.rollout
     filters = {"top_p": r.top_p, "min_p": r.min_p} if r.filters and not r.replays else {}
     try:
-        settings = LogprobConfig.from_dict({**config.logprobs, "compact": True})
-        settings = dataclasses.replace(settings, temperature=r.temperature)
+        own = {"temperature": r.temperature, "compact": True}
+        settings = LogprobConfig.from_dict({**config.logprobs, **own})
         dataclasses.replace(settings, **filters)  # as they are where answers are scored
     except ValueError as error:
         raise SetupError(f"logprobs: {error}") from None

@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if only_print:
         lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-        return or_closed_pipe(lambda: print(*lines, sep="\n") or 0)
+        return or_closed_pipe(lambda: print(*lines, sep="\n"))
     os.environ.update(variables)
     sys.argv = arguments
     if as_module:

@@ -22,9 +22,13 @@ from mcore_logprobs.checks import autocast_enabled, check_called, check_mask, ch
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
-from mcore_logprobs.ops.user_function import graph_of_its_own, name_of, walk_graph
+from mcore_logprobs.ops.user_function import (
+    call_without_writes,
+    graph_of_its_own,
+    name_of,
+    walk_graph,
+)
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.lazy_head import writes_to
 from mcore_logprobs.sources.source import RecomputedTile, Source
 
 MapFn = Callable[..., Any]
@@ -65,7 +69,7 @@ class Map(Operation[Source]):
     def call(self, z: Tensor, per_token: Sequence[Tensor], rows: slice) -> list[Tensor | None]:
         """fn of one tile, flat and checked; the first call settles the structure."""
         with _autocast(self.autocast):
-            result = _call_without_writes(self.fn, z, [t[rows] for t in per_token])
+            result = call_without_writes(self.fn, z, [t[rows] for t in per_token])
             flat, spec = flat_results(result, z.shape[0])
         known, dtypes = self.structure, [None if x is None else x.dtype for x in flat]
         if known.spec is None:
@@ -175,24 +179,6 @@ def _processed(tile: RecomputedTile, raw: Tensor, processing: Processing) -> Ten
     return z if type(z) is Tensor else z.as_subclass(Tensor)
 
 
-def _call_without_writes(fn: MapFn, z: Tensor, per_token: Sequence[Tensor]) -> object:
-    """`fn(z, *per_token)`; a ValueError if it has written to a tensor of the caller's.
-
-    It would be read again in the backward, written.
-    """
-    if torch.compiler.is_compiling():
-        return fn(z, *per_token)
-    before = [writes_to(t) for t in per_token]
-    result = fn(z, *per_token)
-    for place, (t, then) in enumerate(zip(per_token, before, strict=True)):
-        if writes_to(t) != then:
-            raise ValueError(
-                f"fn: wrote to per_token_tensors[{place}], which is the caller's and is read again "
-                "in the backward: expected a function that changes copies alone"
-            )
-    return result
-
-
 def flat_results(result: object, rows: int) -> tuple[list[Tensor | None], Any]:
     """(tensors of a function's result as a flat list, its pytree structure).
 
@@ -276,7 +262,7 @@ def map_logits(
             z = z.view_as(z)  # not the caller's own, on which a hook would stay
             z.register_hook(lambda gradient: gradient.masked_fill(left_out, 0.0))
         rows = [t.reshape(-1, *t.shape[len(lead) :]) for t in tensors]
-        flat, spec = flat_results(_call_without_writes(fn, z, rows), source.num_rows)
+        flat, spec = flat_results(call_without_writes(fn, z, rows), source.num_rows)
         if mask is not None:
             flat = [None if x is None else _masked_rows(x, mask.reshape(-1)) for x in flat]
         per_token = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]

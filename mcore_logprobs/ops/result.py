@@ -236,9 +236,8 @@ class TokenStats:
         sizes.append(size - bounds[-1])
         tensors, spec = pytree.tree_flatten(self._per_token())
         pieces = [x.split(sizes, seq_dim)[:-1:2] for x in tensors]
-        absent: dict[str, Any] = dict.fromkeys(f.name for f in fields(self))
         return [
-            type(self)(**absent | pytree.tree_unflatten(list(own), spec))
+            replace(self, policy_loss=None, **pytree.tree_unflatten(list(own), spec))
             for own in zip(*pieces, strict=True)
         ]
 

@@ -24,6 +24,7 @@ from torch.autograd import graph
 
 from mcore_logprobs.checks import check_called
 from mcore_logprobs.collectives import saved_tensors_hooks
+from mcore_logprobs.sources.lazy_head import writes_to
 
 LossFn = Callable[..., Tensor]
 
@@ -164,6 +165,25 @@ def _if_unchanged(packed: tuple[Tensor, int]) -> Tensor:
             "modified by an inplace operation: expected a function that changes copies alone"
         )
     return saved
+
+
+def call_without_writes(fn: Callable[..., object], z: Tensor, tensors: Sequence[Tensor]) -> object:
+    """`fn(z, *tensors)`, of per-token tensors that the backward gives it again.
+
+    Raises:
+        ValueError: it wrote to one of them, and would read what it wrote.
+    """
+    if torch.compiler.is_compiling():
+        return fn(z, *tensors)
+    before = [writes_to(t) for t in tensors]
+    result = fn(z, *tensors)
+    for place, (t, then) in enumerate(zip(tensors, before, strict=True)):
+        if writes_to(t) != then:
+            raise ValueError(
+                f"fn: wrote to per_token_tensors[{place}], which is the caller's and is read again "
+                "in the backward: expected a function that changes copies alone"
+            )
+    return result
 
 
 # ---- captured parameters -----------------------------------------------------------------------
