@@ -220,7 +220,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def of_calls(model: Any, batch: dict[str, Any], calls: dict[str, tuple[dict, Call]]) -> list[str]:
     """What the calls of a model leave behind, in each way, unpatched and patched."""
-    plain = {with_labels, *(call for _, call in calls.values() if call is without_labels)}
+    # In one order on all ranks: that of a set of functions is of their addresses.
+    unlabelled = (call for _, call in calls.values() if call is without_labels)
+    plain = list(dict.fromkeys((with_labels, *unlabelled)))
     for call in plain:
         backward(call(model, None, batch))  # caches, and gradients that are added to from now on
     found = []
