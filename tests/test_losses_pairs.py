@@ -161,6 +161,17 @@ def test_preference_advantages_in_inference_mode():
     chosen, rejected = torch.randn(2, 3)
     ours = losses.dpo_advantages(chosen, rejected, rejected, chosen)
     assert all(x.isfinite().all() for x in ours)
+    inputs = {"ref_logprobs": rejected, "desirable": chosen > 0.0}
+    reference = losses.kto_reference(chosen, rejected)
+    (found,) = losses.preference_advantages(losses.kto_loss, chosen, **inputs, reference=reference)
+    with torch.inference_mode(False):
+        (expected,) = losses.preference_advantages(
+            losses.kto_loss,
+            chosen.clone(),
+            **{name: x.clone() for name, x in inputs.items()},
+            reference=reference.clone(),
+        )
+    assert torch.equal(found, expected)
 
 
 def test_pairs_far_apart_stay_finite():

@@ -17,8 +17,8 @@ Losses and gradients are finite if the log-probabilities are, however far apart 
 ratio is bounded within the dtype's range, and has no gradient past the bound: e^70 in float32, and
 e^35 in `SPOLoss`, which squares its ratio. Products may still overflow, in float32: squares of log
 ratios above 1.8e19, and a ratio near e^70 times a log ratio above 1e4 (`kl="k2"`) or 1e8 (k1, k3),
-as `kl_ratio=True` and a policy-gradient `DistillationLoss` have them. In float16 they overflow from
-log ratios of 20 on.
+as `kl_ratio=True` and a policy-gradient `DistillationLoss` have them. In float16 products end at
+65504: KL terms overflow from log ratios of 20 on, a ratio times an advantage earlier.
 
 A token whose advantage (or weight) is exactly 0 is masked: its policy term and that term's gradient
 are 0, also if its log-probability is -inf or NaN. KL and entropy terms are not masked by it.

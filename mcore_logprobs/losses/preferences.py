@@ -177,7 +177,12 @@ def preference_advantages(
     """
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [x.detach().clone().requires_grad_() for x in sequences]
-        gradients = torch.autograd.grad(loss(*leaves, **settings).sum(), leaves)
+        # Autograd saves no tensor that was made under inference_mode.
+        constants = {
+            name: x.clone() if isinstance(x, Tensor) and x.is_inference() else x
+            for name, x in settings.items()
+        }
+        gradients = torch.autograd.grad(loss(*leaves, **constants).sum(), leaves)
     return tuple(-grad for grad in gradients)
 
 
