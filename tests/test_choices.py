@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs import (
+    linear_sampling_logprobs,
     vocab_parallel_argmax,
     vocab_parallel_gather,
     vocab_parallel_logprobs,
@@ -222,3 +223,23 @@ def test_a_target_made_again_below_the_cut_keeps_its_gradient(top_k, top_p):
     probability = torch.softmax(logits[0, :2].double(), 0)[1]
     found = gradient.of_logits(again, slice(0, 1))[0, 1]
     torch.testing.assert_close(found.double(), 0.7 * (1.0 - probability), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_k": 3}, {"top_k": 7}, {"min_p": 1e-9}])
+def test_a_disallowed_target_has_no_gradient_of_its_own_under_a_filter(filters):
+    """Also where fewer ids are left than top-k keeps, and the k-th largest logit is -inf."""
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    target, upstream = torch.tensor([2, 6, 5]), torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
+    disallowed = list(range(6))
+    masked = (hidden @ weight.t()).index_fill(1, torch.tensor(disallowed), -torch.inf)
+    allowed = masked.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
+    expected = torch.autograd.grad(allowed, [hidden, weight], upstream)
+    options = {"disallowed_ids": disallowed, **filters}
+    for found in (
+        linear_sampling_logprobs(hidden, weight, target, **options),
+        vocab_parallel_sampling_logprobs(hidden @ weight.t(), target, **options),
+    ):
+        torch.testing.assert_close(found, allowed)
+        assert found.isneginf().tolist() == [True, False, True]
+        torch.testing.assert_close(torch.autograd.grad(found, [hidden, weight], upstream), expected)

@@ -135,7 +135,8 @@ def find_cut(
 
     is_local = local_target >= 0
     if opts.top_p is None:
-        kept = survey.target >= cut.value
+        # Where fewer than k logits are above -inf the value is -inf, which is in no set.
+        kept = (survey.target >= cut.value) & (survey.target > -torch.inf)
     else:
         above = (survey.own_target > cut.value) | (
             (survey.own_target == cut.value) & (local_target <= cut.last)
