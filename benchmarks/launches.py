@@ -56,14 +56,16 @@ _SHARED = {"gfx942": 64 << 10, "gfx950": 160 << 10}  # bytes of a block, at most
 @dataclass
 class Launched:
     """What was launched: how often each kernel, by name; of each launch the name, the machine code
-    (AMD's: its assembly) and the bytes of shared memory."""
+    (AMD's: its assembly) and the bytes of shared memory; of each kernel the latest's assembly."""
 
     counts: Counter[str] = field(default_factory=Counter)
     binaries: list[tuple[str, bytes, int]] = field(default_factory=list)
+    assembly: dict[str, str] = field(default_factory=dict)
 
     def clear(self) -> None:
         self.counts.clear()
         self.binaries.clear()
+        self.assembly.clear()
 
 
 # ---- launches that go nowhere ------------------------------------------------------------------
@@ -104,12 +106,13 @@ class _DryDriver:
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         name, launched, binaries = src.fn.__name__, self.launched, self.utils.binaries
         amd = self.target in AMD_TARGETS
-        assembly = _cached_text(metadata, "amdgcn") if amd else None
+        assembly = _cached_text(metadata, "amdgcn" if amd else "ptx")
 
         def launch(x: int, y: int, z: int, stream: int, function: int, *_: Any) -> None:
             launched.counts[name] += 1
-            code = binaries[function] if assembly is None else assembly
+            code = assembly if amd else binaries[function]
             launched.binaries.append((name, code, metadata.shared))
+            launched.assembly[name] = assembly.decode()
 
         return launch
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,7 @@ def _built_by_day(case: Case) -> bool:
 )
 def test_whole_tiles_are_read_and_written_sixteen_bytes_at_a_time(case: Case) -> None:
     built = case.built
-    spilt = TRITON_3_7 and case.name == "pair sums jsd" and case.what == "softcap"
+    spilt = not AFTER_3_7 and case.name == "pair sums jsd" and case.what == "softcap"
     assert_fit(built, spills=2 if spilt else 0)
     assert built.registers <= (96 if case.sides == 1 else 112)
     assert built.wide("LD") >= case.sides
@@ -80,9 +81,10 @@ def test_whole_tiles_are_read_and_written_sixteen_bytes_at_a_time(case: Case) ->
         assert case.what == "softcap" or case.instructions(built) < 15.6
 
 
-# What torch 2.13 brings on a GPU: it spills two registers in JSD's second pass with a softcap
-# (docs/kernels.md), and takes four more for statistics on an AMD GPU.
+# What torch 2.13 brings on a GPU: it takes four registers more for statistics on an AMD GPU. Up to
+# it two are spilt in JSD's second pass with a softcap (docs/kernels.md).
 TRITON_3_7 = triton.__version__.startswith("3.7.")
+AFTER_3_7 = tuple(int(x) for x in triton.__version__.split(".")[:2]) > (3, 7)
 
 
 def assert_fit(built: Built, *, spills: int = 0) -> None:
@@ -226,6 +228,22 @@ def test_what_is_rare_is_built_without_spills() -> None:
         built = launched_code(call)
         assert " ".join(name for name, _ in built) == names
         assert all(code.spills == 0 for _, code in built)
+
+
+def test_a_capped_logit_has_a_rounding_of_its_own() -> None:
+    """Fused with what is subtracted from it, the largest logit of a row would not be 0 from it."""
+    for case in cases(1 << 14):
+        if case.what != "softcap" or case.dtypes != "bf16" or "gradient" in case.name:
+            continue
+        with dry_launches() as launched:
+            case.call()
+        ((_, assembly),) = launched.assembly.items()
+        lines = re.findall(r"((?:fma|mul)\S*\.f32) +\t?(.*);", assembly.replace("\t", " "))
+        operands = [[x.strip() for x in rest.split(",")] for _, rest in lines]
+        softcaps = {x[2] for x in operands if x[3:] == ["0f00000000"]}
+        assert len(softcaps) == case.sides, case.name
+        fused = [x for x in operands if softcaps & set(x[1:3]) and x[3:] != ["0f00000000"]]
+        assert fused == [], case.name
 
 
 def test_every_launch_asks_for_fused_multiply_adds() -> None:

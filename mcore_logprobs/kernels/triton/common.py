@@ -76,7 +76,10 @@ def before_bias(y, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.const
     capped = y
     if HAS_SOFTCAP:
         capped = tanh(y * scale)
-        x = capped * softcap
+        # A product alone, with a rounding of its own. As `capped * softcap` it would be fused with
+        # the subtraction of a row's largest x, or of the other side's, which was rounded: equal
+        # logits would differ by what the rounding took.
+        x = tl.fma(capped, softcap, 0.0)
     elif HAS_BIAS:
         x = y * scale
     return x, capped
