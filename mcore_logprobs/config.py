@@ -126,9 +126,10 @@ class LogprobConfig(SuggestsFields):
         "keep",
         ("keep", "off"),
         "'keep': multi-token prediction has its own losses, as without the patch: they count every "
-        "token, also of label -100, unless the model is given a loss_mask; 'off': calls with "
-        "labels leave it out, so that reading log-probabilities does not train it. Under "
-        "Megatron's DDP, which waits for all gradients, its parameters get those of 0.",
+        "token, also of label -100, unless the model is given a loss_mask or its loss is "
+        "Transformer Engine's; 'off': calls with labels leave it out, so that reading "
+        "log-probabilities does not train it. Under Megatron's DDP, which waits for all "
+        "gradients, its parameters get those of 0.",
     )
     invariant_segments: int | None = fields.integer(
         None,

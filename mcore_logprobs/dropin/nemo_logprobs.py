@@ -37,6 +37,7 @@ from mcore_logprobs.dropin._common import (
     whole_logprobs,
 )
 from mcore_logprobs.dropin.lazy_models import head_settings
+from mcore_logprobs.megatron.imports import PassedArguments
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -485,8 +486,7 @@ def _next_token_logprobs(
 ) -> Tensor:
     """Run the model once with a patched head; the last stage's `[b, s - 1]`, else its output."""
     original = _original_forward(model)
-    bound = inspect.signature(original).bind(model, *args, **kwargs)
-    arguments = bound.arguments
+    arguments = PassedArguments(inspect.signature(original), (model, *args), kwargs)
     labels = arguments.get("labels")
     if labels is None:
         raise ValueError(f"{_FLAG}=True: expected labels (the unshifted input ids), got None")
@@ -503,7 +503,7 @@ def _next_token_logprobs(
     config = ours.LogprobConfig(output="stats", ignore_index=IGNORED, **sampling, **of_head)
     inference = any(arguments.get(n) is not None for n in ("inference_context", "inference_params"))
     return whole_logprobs(
-        lambda: original(*bound.args, **bound.kwargs),
+        lambda: arguments.call(original),
         model,
         config,
         cp,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 
 from torch import nn
 
 from mcore_logprobs.megatron.calls import NOT_PASSED
+from mcore_logprobs.megatron.imports import PassedArguments
 
 # What models call their labels, and the tokens whose followers these are. A T5Model has lm_labels.
 # So has a BertModel, whose labels follow no tokens.
@@ -18,20 +20,34 @@ class HeadMethod:
     """The method of a model that ends in its head.
 
     Attributes:
-        name: `_postprocess`, or `forward` in a model without it.
-        signature: without `self`.
+        name: `_postprocess`, or `forward` in a model without it or whose forward goes around it.
+        signature: without `self`; of the model's own, where somebody has put one on it.
+        positions: the signature by which arguments without a name are told.
+        defaults: of both, by parameter.
         labels: what it calls its labels, also where it only hands them on by `**kwargs`; "" if it
             takes none by a known name.
         tokens: what it calls the tokens before the labels, or "" if it does not take them.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.name = "_postprocess" if hasattr(model, "_postprocess") else "forward"
-        self.signature = inspect.signature(getattr(type(model), self.name).__get__(model))
+        has_part = hasattr(model, "_postprocess") and not _calls_head_itself(model.forward)
+        self.name = "_postprocess" if has_part else "forward"
+        of_class = inspect.signature(getattr(type(model), self.name).__get__(model))
+        self.signature = _signature_or(of_class, vars(model).get(self.name))
+        # Those behind *args are the class's.
+        hands_on = any(p.kind is p.VAR_POSITIONAL for p in self.signature.parameters.values())
+        self.positions = of_class if hands_on else self.signature
+        self.defaults = {
+            p.name: p.default
+            for signature in (self.positions, self.signature)
+            for p in signature.parameters.values()
+            if p.default is not p.empty
+        }
         methods = [vars(kind).get(self.name) for kind in type(model).__mro__]
         signatures = [inspect.signature(method) for method in methods if method is not None]
         # A subclass may hand all arguments on to a class that names them.
-        naming = next((s for s in signatures if _FOLLOWED.keys() & s.parameters), self.signature)
+        of_all = (self.signature, *signatures)
+        naming = next((s for s in of_all if _FOLLOWED.keys() & s.parameters), self.signature)
         labels = next((name for name in _FOLLOWED if name in naming.parameters), "labels")
         tokens = _FOLLOWED[labels]
         self.labels = labels if _takes(self.signature, labels) else ""
@@ -52,32 +68,43 @@ class HeadMethod:
         return self._hides if self.labels else self._lacks_labels
 
 
+def _calls_head_itself(forward: Callable[..., object]) -> bool:
+    """Whether a forward's own code has the output layer in it, and not `_postprocess`."""
+    function = inspect.unwrap(getattr(forward, "__func__", forward))
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    names = _names_in(code) if isinstance(code, CodeType) else set()
+    return "output_layer" in names and "_postprocess" not in names
+
+
+def _names_in(code: CodeType) -> set[str]:
+    within = (part for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*map(_names_in, within))
+
+
+def _signature_or(other: inspect.Signature, function: object) -> inspect.Signature:
+    """A function's signature; another one for None, and for what has none."""
+    try:
+        return inspect.signature(function) if callable(function) else other
+    except (TypeError, ValueError):
+        return other
+
+
 def _takes(signature: inspect.Signature, name: str) -> bool:
     parameters = signature.parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-class Arguments:
-    """A call's arguments by name, wherever they were put: NOT_PASSED for one that is not there."""
+class Arguments(PassedArguments):
+    """A call's arguments, its method's defaults too; NOT_PASSED for one that is not there."""
 
     def __init__(
         self, method: HeadMethod, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
-        parameters = method.signature.parameters.values()
+        super().__init__(method.positions, args, kwargs)
         self._method = method
-        self._bound = method.signature.bind(*args, **kwargs)
-        self._bound.apply_defaults()
-        rest = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
-        self._rest: dict[str, object] = self._bound.arguments[rest[0]] if rest else {}
 
     def __getitem__(self, name: str) -> object:
-        return self._bound.arguments.get(name, self._rest.get(name, NOT_PASSED))
-
-    def __setitem__(self, name: str, value: object) -> None:
-        if name in self._bound.arguments:
-            self._bound.arguments[name] = value
-        else:
-            self._rest[name] = value
+        return self.get(name, self._method.defaults.get(name, NOT_PASSED))
 
     def has(self, name: str) -> bool:
         """Whether it is there, and not None."""
@@ -96,6 +123,3 @@ class Arguments:
     def ends_before_head(self) -> bool:
         """Whether a T5Model is asked for its encoder's hidden states alone."""
         return self["output_encoder_hidden_only"] is True
-
-    def call(self, function: Callable[..., object]) -> object:
-        return function(*self._bound.args, **self._bound.kwargs)

@@ -26,7 +26,7 @@ from types import ModuleType, SimpleNamespace
 from torch import nn
 
 from mcore_logprobs.config import ARG_PREFIX, LogprobConfig
-from mcore_logprobs.megatron.imports import after_import, replace_function
+from mcore_logprobs.megatron.imports import PassedArguments, after_import, replace_function
 from mcore_logprobs.megatron.patch import patch_built, patch_gpt_model
 from mcore_logprobs.megatron.versions import takes
 from mcore_logprobs.spelling import suggesting
@@ -126,7 +126,7 @@ def _guard_against_ignored_provider(training: ModuleType) -> None:
     if not takes(original, "cfg_container") or getattr(original, _MARK, False):
         return
 
-    def refuse(arguments: dict[str, object]) -> None:
+    def refuse(arguments: PassedArguments) -> None:
         provider = arguments.get("model_provider_func")
         builds = getattr(arguments.get("cfg_container"), "model", None) is not None
         if builds and getattr(getattr(provider, "func", provider), _MARK, False):

@@ -289,6 +289,7 @@ def mtp_loss(
     *,
     tp_group: ProcessGroup | None,
     loss_mask: object,
+    ignored: int | None,
 ) -> Tensor:
     """Megatron's own loss for a multi-token prediction head, [b, s], from hidden states.
 
@@ -296,6 +297,9 @@ def mtp_loss(
     label outside the vocabulary the loss lse - max, whose gradient is that of lse. The maximum is
     for the log alone; where a loss mask comes with the call it is left out on a GPU, since the
     mask is there to drop such labels, and finding them costs a pass over the vocabulary.
+
+    Args:
+        ignored: the label whose loss is 0 (`ignored_by_own_loss`), or None.
 
     Collectives: those of `linear_token_stats`; with the maximum one all-gather of [s, b] over TP.
     """
@@ -321,6 +325,7 @@ def mtp_loss(
         columns=head.weight.shape[0] * group_size(tp_group),
         tp_group=tp_group,
         loss_mask=loss_mask,
+        ignored=ignored,
     )
 
 
@@ -331,6 +336,7 @@ def lazy_mtp_loss(
     *,
     tp_group: ProcessGroup | None,
     loss_mask: object,
+    ignored: int | None,
 ) -> Tensor:
     """`mtp_loss` of lazy logits, as a call without labels has them."""
 
@@ -352,7 +358,17 @@ def lazy_mtp_loss(
         columns=logits.shape[-1] * group_size(tp_group),
         tp_group=tp_group,
         loss_mask=loss_mask,
+        ignored=ignored,
     )
+
+
+def ignored_by_own_loss(config: object) -> int | None:
+    """The label that the model's own loss gives 0 and no gradient; None: it knows none.
+
+    Of Megatron's losses Transformer Engine's alone does (its `ignore_idx`).
+    """
+    fused = getattr(config, "cross_entropy_loss_fusion", False)
+    return -100 if fused and getattr(config, "cross_entropy_fusion_impl", "") == "te" else None
 
 
 def _loss_of_every_label(
@@ -363,10 +379,11 @@ def _loss_of_every_label(
     columns: int,
     tp_group: ProcessGroup | None,
     loss_mask: object,
+    ignored: int | None,
 ) -> Tensor:
     """Megatron's loss, [b, s], of statistics of targets [s, b]; `columns` of the whole vocabulary.
 
-    A label outside it gets lse - max; see `mtp_loss`.
+    A label outside it gets lse - max, `ignored` gets 0; see `mtp_loss`.
     """
     target = labels.transpose(0, 1).contiguous()  # [s, b]
     outside = (target < 0) | (target >= columns)
@@ -379,6 +396,8 @@ def _loss_of_every_label(
     if wants_top:
         top = all_gather_stack(local_largest().to(stats.lse.dtype), tp_group).amax(0)
     loss = torch.where(outside, stats.lse - top, -stats.logprobs)
+    if ignored is not None:
+        loss = loss.masked_fill(target == ignored, 0.0)
     return loss.transpose(0, 1).contiguous()
 
 

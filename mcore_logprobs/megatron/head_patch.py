@@ -18,6 +18,7 @@ from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import (
     check_gradient,
     head_output,
+    ignored_by_own_loss,
     lazy_mtp_loss,
     mtp_loss,
     own_columns,
@@ -399,15 +400,16 @@ class HeadPatch(DeferringHead):
             return head_output(labels, logits, call, head=self, tp_group=tp_group)
         if main and call.unseen:  # a tensor of PatchHandle.options, which no other block took
             raise ValueError(unseen_reason(self.model, call.unseen))
+        mask, ignored = running.loss_mask, ignored_by_own_loss(self.model.config)
         if isinstance(logits, LazyLogits) and not self.own_loss:
             return lazy_mtp_loss(
-                labels, logits, call.config, tp_group=tp_group, loss_mask=running.loss_mask
+                labels, logits, call.config, tp_group=tp_group, loss_mask=mask, ignored=ignored
             )
         if isinstance(logits, DeferredLogits):
             known = logits.materialize() if self.own_loss else logits.computed()
             if known is None:
                 return mtp_loss(
-                    labels, logits, call.config, tp_group=tp_group, loss_mask=running.loss_mask
+                    labels, logits, call.config, tp_group=tp_group, loss_mask=mask, ignored=ignored
                 )
             logits = known
         else:

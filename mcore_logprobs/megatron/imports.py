@@ -1,4 +1,4 @@
-"""Act on a module when it is imported, and wrap functions in it."""
+"""Act on a module when it is imported, and wrap functions in it; a call's arguments by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.abc
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -75,16 +75,47 @@ class _Watcher(importlib.abc.MetaPathFinder):
         return spec
 
 
+class PassedArguments:
+    """A call's arguments by parameter name, handed on where its caller put them.
+
+    What is by name stays by name: the function that is called may be somebody's wrapper, which
+    looks for them there, or have its parameters in another order.
+
+    Args:
+        signature: whose parameters those by position are.
+    """
+
+    def __init__(
+        self, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in signature.parameters.values() if p.kind in by_position]
+        self._args, self._kwargs = list(args), dict(kwargs)
+        self._places = {name: place for place, name in enumerate(names[: len(args)])}
+
+    def get(self, name: str, default: object = None) -> Any:
+        """The argument, or `default` where it was not passed."""
+        place = self._places.get(name)
+        return self._kwargs.get(name, default) if place is None else self._args[place]
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if name in self._places:
+            self._args[self._places[name]] = value
+        else:
+            self._kwargs[name] = value
+
+    def call(self, function: Callable[..., object]) -> object:
+        return function(*self._args, **self._kwargs)
+
+
 def replace_function(
     module: object,
     name: str,
     *,
-    before: Callable[[dict[str, object]], None] | None = None,
-    after: Callable[[Any], None] | None = None,
+    before: Callable[[PassedArguments], None] | None = None,
+    after: Callable[..., None] | None = None,
 ) -> Callable[[], None]:
     """Wrap `module.name`: `before(arguments)` may change them, `after(result)` sees the result.
-
-    `arguments` are by parameter name, without those left at their defaults.
 
     Returns: a function that puts the original back.
     """
@@ -93,10 +124,10 @@ def replace_function(
 
     @functools.wraps(original)
     def wrapped(*args: object, **kwargs: object) -> object:
-        bound = signature.bind(*args, **kwargs)
+        arguments = PassedArguments(signature, args, kwargs)
         if before is not None:
-            before(bound.arguments)
-        result = original(*bound.args, **bound.kwargs)
+            before(arguments)
+        result = arguments.call(original)
         if after is not None:
             after(result)
         return result

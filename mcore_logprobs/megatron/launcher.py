@@ -25,7 +25,7 @@ from mcore_logprobs.config import LogprobConfig, add_logprob_args
 from mcore_logprobs.megatron.entry import TRAINING
 from mcore_logprobs.megatron.handle import PatchHandle
 from mcore_logprobs.megatron.heads import find_language_models
-from mcore_logprobs.megatron.imports import after_import, replace_function
+from mcore_logprobs.megatron.imports import PassedArguments, after_import, replace_function
 from mcore_logprobs.megatron.patch import patch_built, patch_gpt_model
 from mcore_logprobs.megatron.versions import takes
 from mcore_logprobs.spelling import nearest
@@ -146,7 +146,7 @@ class Launcher:
         if takes(getattr(module, name, None), "pre_wrap_hook"):
             undo.callback(replace_function(module, name, before=self._patch_before_wrap))
 
-    def _patch_what_is_built(self, arguments: dict[str, object]) -> None:
+    def _patch_what_is_built(self, arguments: PassedArguments) -> None:
         build = arguments.get("model_provider_func")
         if callable(build):
 
@@ -158,7 +158,7 @@ class Launcher:
 
             arguments["model_provider_func"] = provider
 
-    def _patch_before_wrap(self, arguments: dict[str, object]) -> None:
+    def _patch_before_wrap(self, arguments: PassedArguments) -> None:
         script_hook = arguments.get("pre_wrap_hook")
         assert script_hook is None or callable(script_hook)
 

@@ -32,7 +32,7 @@ from mcore_logprobs import run
 from mcore_logprobs.cpu_megatron.models import all_groups, end_groups
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from mcore_logprobs.megatron.heads import find_language_models
-from mcore_logprobs.megatron.imports import replace_function
+from mcore_logprobs.megatron.imports import PassedArguments, replace_function
 from tests.helpers.distributed import preloaded
 
 preloaded.append("tests.megatron.training_imports")
@@ -74,13 +74,13 @@ def recording() -> Iterator[dict[str, Any]]:
 
         kept: dict[str, Any] = {"losses": [], "norms": [], "validation": []}
 
-        def log(given: dict[str, Any]) -> None:
-            losses = {k: mean(v) for k, v in given["loss_dict"].items()}
+        def log(given: PassedArguments) -> None:
+            losses = {k: mean(v) for k, v in given.get("loss_dict").items()}
             kept["losses"].append(losses)
-            kept["norms"].append(float(given["grad_norm"]))
+            kept["norms"].append(float(given.get("grad_norm")))
 
-        def evaluating(given: dict[str, Any]) -> None:
-            models = find_language_models(given["model"])
+        def evaluating(given: PassedArguments) -> None:
+            models = find_language_models(given.get("model"))
             kept["patched"] = ["compute_language_model_loss" in vars(m) for m in models]
 
         def evaluated(result: Any) -> None:

@@ -110,7 +110,7 @@ def test_after_import_comes_before_names_are_bound(package):
 
     def act(module):
         seen.append(module.__name__)
-        replace_function(module, "double", before=lambda given: given.update(times=5))
+        replace_function(module, "double", before=lambda given: given.__setitem__("times", 5))
 
     after_import(f"{package}.work", act)
     assert not seen

@@ -331,7 +331,9 @@ def mtp_losses() -> float:
             logits = model(**batch["inputs"]).transpose(0, 1)
             assert isinstance(logits, LazyLogits) == patched
             if patched:
-                loss = lazy_mtp_loss(labels, logits, LAZY, tp_group=None, loss_mask=None)
+                loss = lazy_mtp_loss(
+                    labels, logits, LAZY, tp_group=None, loss_mask=None, ignored=None
+                )
             else:
                 loss = model.compute_language_model_loss(labels, logits.contiguous())
             (loss * batch["weights"]).sum().backward()

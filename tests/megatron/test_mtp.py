@@ -172,6 +172,44 @@ def test_labels_to_ignore_with_a_loss_per_token(ranks):
         assert max(errors.values()) < 1e-5, errors
 
 
+def of_transformer_engine(
+    logits: torch.Tensor, labels: torch.Tensor, *_: Any
+) -> torch.Tensor:  # [s, b, V], [s, b]
+    """What its kernel gives (cross_entropy.py): 0, and no gradient, for the label -100."""
+    flat = logits.float().flatten(0, 1), labels.reshape(-1)
+    return torch.nn.functional.cross_entropy(*flat, reduction="none").view(labels.shape)
+
+
+def ignored_by_fused_loss(fused: bool) -> dict[str, float]:
+    """Transformer Engine cannot run here: its loss in its place, in Megatron's own dispatch."""
+    from megatron.core.models.common.language_module import language_module
+
+    with megatron() as parallel_state, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_module, "te_parallel_cross_entropy", of_transformer_engine)
+        config = tiny_config(
+            mtp_num_layers=2, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"
+        )
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=True)
+        batch = make_batch(parallel_state)
+        batch["labels"][:, 3::4] = -100
+        results: dict[str, Any] = {}
+        plain = logged_metrics(lambda: results.update(plain=step(model, batch)))
+        with patch_gpt_model(model, LogprobConfig(output="loss", fused=fused)):
+            ours = logged_metrics(lambda: results.update(ours=step(model, batch)))
+        (expected, expected_grads), (got, grads) = results["plain"], results["ours"]
+        return {
+            "loss": relative(got, expected),
+            "grad": worst(grads, expected_grads),
+            "logged": worst(ours, plain),
+        }
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_labels_that_a_fused_loss_ignores(ranks, fused):
+    (errors,) = ranks(1).run(ignored_by_fused_loss, fused)
+    assert max(errors.values()) < 1e-5, errors
+
+
 # ---- mtp="off" ---------------------------------------------------------------------------------
 
 
@@ -283,5 +321,5 @@ def test_a_further_head_follows_the_settings(monkeypatch: pytest.MonkeyPatch, la
     if not lazy:
         loss, logits = head_loss.mtp_loss, DeferredLogits(logits.view_of_head.rows.head)
     labels, config = torch.arange(10).view(2, 5), LogprobConfig(**SETTINGS)
-    loss(labels, logits, config, tp_group=None, loss_mask=None)
+    loss(labels, logits, config, tp_group=None, loss_mask=None, ignored=None)
     assert {name: seen[0][name] for name in SETTINGS} == SETTINGS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron import find_language_models, patch_model
+from mcore_logprobs.megatron.imports import PassedArguments, replace_function
 from mcore_logprobs.sources.lazy import LazyLogits
 from tests.megatron.common import make_batch, megatron
 from tests.megatron.test_other_uses import gpt, hybrid
@@ -124,6 +126,170 @@ def test_a_compiled_model_whose_graph_breaks_before_the_head(block: str) -> None
                 with handle.targets(labels):
                     found = compiled(**inputs).logprobs
         torch.testing.assert_close(found, expected)
+
+
+# ---- functions that somebody else has put on the model ------------------------------------------
+
+
+def reads_keywords(inner: Any, seen: list[Any]) -> Any:
+    """As a decorator does: a loss of 0 for one label, by the argument's name."""
+
+    @functools.wraps(inner)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        output, labels = inner(*args, **kwargs), kwargs.get("labels")
+        seen.append(None if labels is None else labels.shape)
+        return output if labels is None else output * (labels != 7)
+
+    return wrapper
+
+
+def names_labels(inner: Any, seen: list[Any]) -> Any:
+    def wrapper(*args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        return reads_keywords(inner, seen)(*args, labels=labels, **kwargs)
+
+    return wrapper
+
+
+def of_another_order(inner: Any, seen: list[Any]) -> Any:
+    """As verl 0.9.1 has it, one parameter more before those that follow."""
+
+    def wrapper(*, labels: Any = None, padding_mask: Any = None, **kwargs: Any) -> Any:
+        return reads_keywords(inner, seen)(labels=labels, **kwargs)
+
+    return wrapper
+
+
+def takes_another(inner: Any, seen: list[Any]) -> Any:
+    """A keyword that the signature, which is the inner function's, does not tell of."""
+
+    @functools.wraps(inner)
+    def wrapper(*args: Any, tag: str = "", **kwargs: Any) -> Any:
+        seen.append(tag)
+        return reads_keywords(inner, seen)(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
+@pytest.mark.parametrize("wrap", [reads_keywords, names_labels, of_another_order, takes_another])
+def test_who_stands_before_the_head_gets_arguments_as_the_caller_passes_them(
+    wrap: Any, kind: str, fused: bool
+) -> None:
+    with megatron() as parallel_state:
+        model, batch = gpt() if kind == "gpt" else hybrid(), make_batch(parallel_state)
+        name, seen = ("_postprocess" if kind == "gpt" else "forward"), []
+        setattr(model, name, wrap(getattr(model, name), seen))
+        call = {**batch["inputs"], "labels": batch["labels"].clone()}
+        call["labels"][:, ::3] = 7
+        if wrap is takes_another and kind == "hybrid":
+            call["tag"] = "a"
+
+        def run(call: dict[str, Any]) -> list[Tensor]:
+            model.zero_grad(set_to_none=True)
+            output = model(**call)
+            (output * torch.arange(1.0, output.numel() + 1).view_as(output)).sum().backward()
+            return [output.detach(), *(p.grad.clone() for p in model.parameters())]
+
+        del_labels = {k: v for k, v in call.items() if k != "labels"}
+        expected = run(call), run(del_labels)
+        known = list(seen)
+        seen.clear()
+        with patch_model(model, LogprobConfig(output="loss", fused=fused)):
+            found = run(call), run(del_labels)
+        assert seen == known
+        assert int((expected[0][0] == 0).sum()) == int((call["labels"] == 7).sum())
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("wrap", [reads_keywords, names_labels])
+def test_arguments_without_a_name_are_found_too(wrap: Any) -> None:
+    with megatron() as parallel_state:
+        model, batch, seen = hybrid(), make_batch(parallel_state), []
+        expected = model(**batch["inputs"], labels=batch["labels"])
+        model.forward = wrap(model.forward, seen)
+        by_position = [batch["inputs"][x] for x in ("input_ids", "position_ids", "attention_mask")]
+        config = LogprobConfig(output="loss", check_labels=True)
+        with patch_model(model, config) as handle:
+            with pytest.raises(ValueError, match="labels: expected the token after each input"):
+                model(*by_position, labels=batch["inputs"]["input_ids"])
+            with handle.targets(batch["labels"]):
+                got = model(*by_position)
+        torch.testing.assert_close(got, expected * (batch["labels"] != 7))
+
+
+def test_a_replaced_function_gets_arguments_as_they_were_passed() -> None:
+    seen: list[Any] = []
+
+    def build(provider: Any, kind: str = "x", *, hook: Any = None) -> None: ...
+
+    @functools.wraps(build)
+    def of_somebody(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args, kwargs))
+        return args, kwargs
+
+    module = types.SimpleNamespace(build=of_somebody)
+
+    def before(arguments: PassedArguments) -> None:
+        assert arguments.get("kind", "none") in ("none", "y")
+        arguments["provider"] = 2 * arguments.get("provider")
+        arguments["hook"] = "ours"
+
+    results: list[Any] = []
+    undo = replace_function(module, "build", before=before, after=results.append)
+    assert module.build("a", "y") == (("aa", "y"), {"hook": "ours"})
+    assert module.build(provider="b") == ((), {"provider": "bb", "hook": "ours"})
+    assert results == seen
+    undo()
+    assert module.build is of_somebody
+
+
+def goes_around(
+    self: Any, input_ids: Any, position_ids: Any, attention_mask: Any, labels: Any = None
+) -> Any:
+    """A fork's forward, from before there was a `_postprocess`."""
+    hidden, rotary, cos, sin = self._preprocess(input_ids=input_ids, position_ids=position_ids)[:4]
+    hidden = self.decoder(
+        hidden_states=hidden,
+        attention_mask=attention_mask,
+        rotary_pos_emb=rotary,
+        rotary_pos_cos=cos,
+        rotary_pos_sin=sin,
+    )
+    tied = self.share_embeddings_and_output_weights
+    weight = self.shared_embedding_or_output_weight() if tied else None
+    logits, _ = self.output_layer(hidden, weight=weight)
+    if labels is None:
+        return logits.transpose(0, 1).contiguous()
+    return self.compute_language_model_loss(labels, logits)
+
+
+@pytest.mark.parametrize("of_class", [True, False])
+def test_a_forward_that_ends_in_the_head_itself(of_class: bool) -> None:
+    with megatron() as parallel_state:
+        model, batch = gpt(), make_batch(parallel_state)
+        inputs, labels = batch["inputs"], batch["labels"]
+        if of_class:
+            model.__class__ = type("Fork", (type(model),), {"forward": goes_around})
+        else:
+            model.forward = types.MethodType(goes_around, model)
+        expected = model(**inputs, labels=labels)
+        config = LogprobConfig(logits="lazy", fused="require", entropy=True)
+        with patch_model(model, config) as handle:
+            assert type(model(**inputs)) is LazyLogits
+            stats = model(**inputs, labels=labels)
+            with handle.targets(labels):
+                named = model(**inputs)
+            with handle.sample(3):
+                drawn = model(**inputs)
+            with handle.policy_loss(lambda logprobs, entropy: -logprobs):
+                with pytest.raises(ValueError, match="policy_loss: expected a call with labels"):
+                    model(**inputs)
+                formed = model(**inputs, labels=labels)
+        torch.testing.assert_close(-stats.logprobs, expected)
+        torch.testing.assert_close(named.logprobs, stats.logprobs)
+        torch.testing.assert_close(formed.policy_loss, expected.sum())
+        assert drawn[0].shape == labels.shape
 
 
 class Unknown(nn.Module):
