@@ -34,6 +34,7 @@ from mcore_logprobs.dropin._common import (
 )
 from mcore_logprobs.dropin.lazy_models import head_settings
 from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.megatron.imports import PassedArguments
 
 __all__ = [
     "ForwardKL",
@@ -297,7 +298,7 @@ def _language_models(model: object) -> list[Any]:
 def _fused_forward(
     model: object, original: Any, args: tuple, kwargs: dict, temperature: Any
 ) -> object:
-    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    arguments = PassedArguments(inspect.signature(original), args, kwargs)
     labels = arguments.get("labels")
     if labels is None or arguments.get("output_processor") is not None:
         return original(*args, **kwargs)
