@@ -340,6 +340,9 @@ def check(case: Case, runs: list[Found]) -> None:
         grad_factor *= 8.0
         ulps += 2.0**9 if s.get("lora") else 0.0
     exact, exact_grads = reference(case, torch.float64)
+    if s["dtype"] != "float64" and exact.get("undecided", torch.tensor(False)).any():
+        return  # whatever it keeps
+    exact.pop("undecided", None)
     plain, plain_grads = reference(case, wide(case))
     assert len({run.refused for run in runs}) == 1, (
         "some ranks refused the backward, others did not"

@@ -129,7 +129,8 @@ def filtered(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
     if o["full"]:
         found = {"full_logprobs": take(whole, target), "lse": z.logsumexp(-1)}
     if "kept_ids" not in side:
-        return found | {"values": take(kept_logits(z, o).log_softmax(-1), target)}
+        found |= {"values": take(kept_logits(z, o).log_softmax(-1), target)}
+        return found | undecided(z, o)
     kept = torch.zeros(z.shape[:-1].numel(), z.shape[-1], dtype=torch.bool)
     flat, bounds = side["kept_ids"]
     for row, (start, end) in enumerate(itertools.pairwise(bounds)):
@@ -154,6 +155,30 @@ def unrecorded(of_record: Tensor, of_whole: Tensor, missing: Tensor, side: Side)
 
 def kept_logits(z: Tensor, o: dict[str, Any]) -> Tensor:
     """-inf where min_p, top_k or top_p drops a column."""
+    z = before_top_p(z, o)
+    if o["top_p"] < 1.0:
+        before, order = mass_before(z)
+        dropped = before >= o["top_p"]
+        z = z.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
+    return z
+
+
+def mass_before(z: Tensor) -> tuple[Tensor, Tensor]:
+    """(the probability of what is larger than each column, largest first; these columns)."""
+    p, order = z.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    return p.cumsum(-1) - p, order
+
+
+def undecided(z: Tensor, o: dict[str, Any]) -> Outputs:
+    """Of which rows the rounding of a float32 sum decides what top_p keeps; of the truth alone."""
+    if z.dtype != torch.float64 or o["top_p"] == 1.0:
+        return {}
+    before, _ = mass_before(before_top_p(z.detach(), o))
+    return {"undecided": ((before - o["top_p"]).abs() < 1e-7).any(-1)}
+
+
+def before_top_p(z: Tensor, o: dict[str, Any]) -> Tensor:
+    """-inf where min_p or top_k drops a column."""
     if o["min_p"] > 0.0:
         logp = z.log_softmax(-1)
         few = logp.exp() < o["min_p"] * logp.amax(-1, keepdim=True).exp()
@@ -162,10 +187,6 @@ def kept_logits(z: Tensor, o: dict[str, Any]) -> Tensor:
         z = z.masked_fill(few, -torch.inf)
     if o["top_k"] is not None and 0 < o["top_k"] < z.shape[-1]:
         z = z.masked_fill(z < z.topk(o["top_k"]).values[..., -1:], -torch.inf)
-    if o["top_p"] < 1.0:
-        p, order = z.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        dropped = p.cumsum(-1) - p >= o["top_p"]
-        z = z.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
     return z
 
 
@@ -199,7 +220,7 @@ def drawn(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
     bits = splitmix(stream, np.arange(1, flat.shape[1] + 1)) >> np.uint64(12)
     uniform = torch.from_numpy((bits.astype(np.float64) + 0.5) / 2.0**52)
     ids = (flat.double() - uniform.log().neg().log()).argmax(-1).view(logp.shape[:-1])
-    return {"ids": ids, "logprobs": take(logp, ids)}
+    return {"ids": ids, "logprobs": take(logp, ids)} | undecided(z, o)
 
 
 def rewarded(logprobs: Tensor, entropy: Tensor | None, advantage: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from mcore_logprobs.kernels.largest import largest_columns
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.losses.two_pass import _discounted_ahead
 from tests.engine import run
-from tests.ops import EVERY_STATISTIC, PER_TOKEN
+from tests.ops import EVERY_STATISTIC, PER_TOKEN, WITH_A_GRADIENT
 from tests.sizes import shapes
 
 FAR = 2**30 + 64  # elements between rows: the third begins past 2^31
@@ -137,17 +137,18 @@ def test_invariant_statistics_of_real_vocabularies(vocab: int, segments: int) ->
     """Segments of 6288 columns (blocks of 2048 and what is left over or a divisor), 4040, 4748."""
     z = (3.0 * torch.randn(9, vocab)).requires_grad_()
     target = torch.randint(0, vocab, (9,))
-    found = statistics(z, target, invariant_segments=segments)
+    values = statistics(z, target, invariant_segments=segments)
+    *found, found_rank = (values[PER_TOKEN.index(x)] for x in (*WITH_A_GRADIENT, "target_rank"))
     exact = z.detach().double().requires_grad_()
     logp = exact.log_softmax(-1)
     own = logp.gather(-1, target[:, None]).squeeze(-1)
     truth = own, -(logp.exp() * logp).sum(-1), logp.exp().square().sum(-1), exact.logsumexp(-1)
-    for one, other in zip(found, truth, strict=False):
+    for one, other in zip(found, truth, strict=True):
         torch.testing.assert_close(one.double(), other.detach(), rtol=2e-6, atol=1e-6)
     rank = (exact > exact.gather(-1, target[:, None])).sum(-1)
-    assert torch.equal(found[-1], rank)
+    assert torch.equal(found_rank, rank)
     g = [torch.randn(9) for _ in range(4)]
-    (got,) = torch.autograd.grad(found[:4], z, g)
+    (got,) = torch.autograd.grad(found, z, g)
     (expected,) = torch.autograd.grad(truth, exact, [x.double() for x in g])
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-6)
 
