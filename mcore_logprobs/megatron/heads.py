@@ -265,6 +265,29 @@ def require_fused(config: LogprobConfig, reason: str, tp_group: ProcessGroup | N
         say_unfused(reason, tp_group)
 
 
+def say_replaced(language_model: LanguageModule) -> None:
+    """One log line where Megatron's loss would call a function that is not Megatron's.
+
+    Args:
+        language_model: whose loss is computed here instead.
+    """
+    from megatron.core.models.common.language_module import language_module as module
+
+    config, name = language_model.config, "vocab_parallel_cross_entropy"
+    function = module.tensor_parallel.vocab_parallel_cross_entropy
+    if config.cross_entropy_loss_fusion:
+        te = config.cross_entropy_fusion_impl == "te"
+        name = "te_parallel_cross_entropy" if te else "fused_vocab_parallel_cross_entropy"
+        function = getattr(module, name, None)
+    line = (
+        f"output='loss' computes Megatron's loss: {name}, in whose place something has put another "
+        "function, is not called. A compute_language_model_loss on the model that calls it would be"
+    )
+    if function is not None and not _is_megatrons(function) and line not in _said:
+        _said.add(line)
+        logger.warning(line)
+
+
 def own_loss(language_model: LanguageModule) -> str:
     """Who brings a `compute_language_model_loss`: "class", "instance", or "" (Megatron alone)."""
     from megatron.core.models.common.language_module.language_module import LanguageModule

@@ -18,7 +18,12 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
 from mcore_logprobs.megatron.handle import PatchHandle, check_own_loss
 from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
-from mcore_logprobs.megatron.heads import find_language_models, has_head, say_padding
+from mcore_logprobs.megatron.heads import (
+    find_language_models,
+    has_head,
+    say_padding,
+    say_replaced,
+)
 from mcore_logprobs.spelling import suggesting
 
 if TYPE_CHECKING:
@@ -140,6 +145,8 @@ def _patched(
                 changed.append(head)
                 head.lend(settings) if head.installed else head.install()
                 say_padding(head.model, settings)
+                if settings.output == "loss" and not head.own_loss:
+                    say_replaced(head.model)
     except BaseException:
         for head in changed:  # not of a later one, whose automatic patch is still on
             head.remove()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.megatron import find_language_models, patch_model
+from mcore_logprobs.megatron import find_language_models, heads, patch_model
 from mcore_logprobs.megatron.imports import PassedArguments, replace_function
 from mcore_logprobs.sources.lazy import LazyLogits
 from tests.megatron.common import make_batch, megatron
@@ -373,6 +373,47 @@ def test_settings_that_the_model_s_own_loss_does_not_see_raise() -> None:
         model.__class__ = Doubled.__base__
         with patch_model(model, LogprobConfig(temperature=0.5)):
             torch.testing.assert_close(stats.logprobs, model(**call).logprobs)
+
+
+@pytest.mark.parametrize("impl", [None, "native", "te"])
+def test_a_cross_entropy_in_the_place_of_megatron_s_is_told(
+    impl: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core.models.common.language_module import language_module
+
+    names = {"native": "fused_vocab_parallel_cross_entropy", "te": "te_parallel_cross_entropy"}
+    name = names.get(impl, "vocab_parallel_cross_entropy")
+    owner = language_module if impl else language_module.tensor_parallel
+    monkeypatch.setattr(heads, "_said", set())
+    with megatron() as parallel_state:
+        model, batch = gpt(), make_batch(parallel_state)
+        model.config.cross_entropy_loss_fusion = impl is not None
+        model.config.cross_entropy_fusion_impl = impl or "native"
+        call = {**batch["inputs"], "labels": batch["labels"]}
+
+        def lines(**settings: Any) -> list[str]:
+            caplog.clear()
+            with patch_model(model, LogprobConfig(**settings)):
+                model(**call)
+            return [x.getMessage() for x in caplog.records if "not called" in x.getMessage()]
+
+        assert lines(output="loss") == []
+        monkeypatch.setattr(owner, name, functools.partial(own_cross_entropy, calls := []))
+        assert lines() == []  # log-probabilities are nobody's loss
+        (line,) = lines(output="loss")
+        assert line.startswith(f"output='loss' computes Megatron's loss: {name},")
+        assert lines(output="loss", fused=False) == calls == []
+        heads._said.clear()
+        own = model.compute_language_model_loss
+        model.compute_language_model_loss = lambda labels, logits: own(labels, logits)
+        assert lines(output="loss") == []
+        assert calls, "the model's own loss calls it"
+
+
+def own_cross_entropy(calls: list[Any], logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    calls.append(labels.shape)
+    flat = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return flat.expand(labels.shape)
 
 
 def test_lazy_logits_given_to_the_model_s_loss_are_no_real_ones() -> None:
