@@ -233,7 +233,8 @@ def test_what_is_rare_is_built_without_spills() -> None:
 def test_a_capped_logit_has_a_rounding_of_its_own() -> None:
     """Fused with what is subtracted from it, the largest logit of a row would not be 0 from it."""
     for case in cases(1 << 14):
-        if case.what != "softcap" or case.dtypes != "bf16" or "gradient" in case.name:
+        softcap = case.what == "softcap" and case.dtypes == "bf16" and "gradient" not in case.name
+        if not (softcap and _built_by_day(case)):
             continue
         with dry_launches() as launched:
             case.call()
