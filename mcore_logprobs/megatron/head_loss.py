@@ -388,9 +388,9 @@ def _loss_of_every_label(
     target = labels.transpose(0, 1).contiguous()  # [s, b]
     outside = (target < 0) | (target >= columns)
     stats = stats_of(target.masked_fill(outside, 0))
-    wants_top = (
-        bool(outside.any()) if outside.device.type == "cpu" else not isinstance(loss_mask, Tensor)
-    )
+    on_cpu = outside.device.type == "cpu"
+    wants_top = bool(outside.any()) if on_cpu else not isinstance(loss_mask, Tensor)
+    wants_top &= ignored is None  # whose loss of other labels outside is inf
     assert stats.lse is not None
     top: Tensor | float = 0.0
     if wants_top:
