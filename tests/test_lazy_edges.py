@@ -323,3 +323,77 @@ def test_data_that_is_set_to_lazy_logits_is_real() -> None:
     lazy.data = lazy.data * 0.5
     exact = (hidden @ weight.t() * 0.5).log_softmax(-1)[..., 0]
     torch.testing.assert_close(ours.vocab_parallel_logprobs(lazy, target), exact)
+
+
+# ---- layouts, and arguments by place and by name -------------------------------------------------
+
+
+def scaled_after_a_copy(logits: Tensor) -> Tensor:
+    copy = logits.transpose(0, 1).clone()
+    flat = copy.transpose(0, 1).reshape(-1, V)  # a view, as a copy has its dimensions in order
+    flat.div_(2.0)
+    return ours.vocab_parallel_entropy(copy)
+
+
+def scaled_after_another(logits: Tensor) -> Tensor:
+    copy = logits.transpose(0, 1) / 1.5
+    copy.reshape(-1, V).div_(2.0)  # of another tensor than the copy
+    return ours.vocab_parallel_entropy(copy)
+
+
+def copied_by_place(logits: Tensor) -> Tensor:
+    for other in (torch.empty(1), torch.float32):
+        logits.to(other, False, True).div_(3.0)
+        assert logits.to(other, False, False) is logits
+    logits.to("cpu", torch.float32, False, True).div_(3.0)
+    return ours.vocab_parallel_entropy(logits)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
+    "a scale of a copy's view": scaled_after_a_copy,
+    "a scale of a copy's copy": scaled_after_another,
+    "copies by place": copied_by_place,
+    "strides": lambda x: [
+        y.stride()
+        for y in (
+            x.transpose(0, 1).clone(),
+            x.transpose(0, 1)[1:] * 2.0,
+            x.transpose(0, 1).contiguous(),
+            x.transpose(0, 1).clone(memory_format=torch.contiguous_format),
+            x[:, :1].unsqueeze(0).permute(1, 0, 2, 3).bfloat16(),
+            x.transpose(0, 1).expand(B, S, V).float(),
+        )
+    ],
+    "a view of a copy": lambda x: (x.transpose(0, 1) / 2).transpose(0, 1).view(-1, V).softmax(-1),
+    "out": lambda x: torch.index_select(x.detach(), 0, torch.tensor([1]), out=torch.empty(0)),
+    "a type by name": lambda x: x.type_as(other=torch.empty(1, dtype=torch.bfloat16)).dtype,
+    "no gradient by name": lambda x: x.detach().requires_grad_(requires_grad=False).requires_grad,
+}
+
+
+@pytest.mark.parametrize("program", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_and_arguments_are_torch_s(program: Callable[[Tensor], Any]) -> None:
+    lazy, real = (program(logits) for logits in pair()[1])
+    if isinstance(real, Tensor):
+        torch.testing.assert_close(torch.as_tensor(lazy), real, rtol=1e-4, atol=1e-5)
+    else:
+        assert lazy == real
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_every_part_of_what_is_joined_has_gone_past_its_hooks(join: Any) -> None:
+    logits = pair()[1][0]
+    parts = [logits[0], logits[1]]
+    ours.vocab_parallel_entropy(join(parts)).sum()
+    for part in parts:
+        with pytest.raises(RuntimeError, match=r"retain_grad: .* have no gradient of their own"):
+            part.retain_grad()
+
+
+@pytest.mark.parametrize("name", ["transpose_", "swapaxes_", "squeeze_", "unsqueeze_", "t_"])
+def test_a_shape_is_not_changed_in_place(name: str) -> None:
+    logits = pair()[1][0]
+    arguments = {"transpose_": (0, 1), "swapaxes_": (0, 1), "unsqueeze_": (0,)}.get(name, ())
+    with pytest.raises(RuntimeError, match=f"such as {name[:-1]}, got {name}"):
+        getattr(logits, name)(*arguments)
+    assert logits.shape == (S, B, V)

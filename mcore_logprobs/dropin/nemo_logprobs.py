@@ -257,6 +257,10 @@ def get_next_token_logprobs_from_logits(
 
 _FLAG = "return_logprobs_for_linear_ce_fusion"
 _SAMPLING = ("temperature", "sampling_params")
+# Where ours and NeMo-RL's own patch, which may come over it, keep what they replaced; its mark.
+_ORIGINAL = "_mcore_logprobs_original_forward"
+_THEIR_ORIGINAL = "_original_forward_for_linear_ce_fusion"
+_THEIR_MARK = "_linear_ce_fusion_forward_patched"
 
 
 def _or_with_output_weight(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -380,7 +384,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
         raise ValueError(f"chunk_size: expected an int >= 1, got {chunk_size!r}")
     model_class = _gpt_model_class()
     is_given = temperature is not None or sampling_params is not None
-    if is_given and "_linear_ce_fusion_forward_patched" in vars(model_class):  # NeMo-RL's mark
+    if is_given and _THEIR_MARK in vars(model_class):
         raise ValueError(
             "temperature, sampling_params: expected to be left out, since NeMo-RL's own patch of "
             "GPTModel.forward is on and ignores them; call this before NeMo-RL sets up its model"
@@ -389,7 +393,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     if is_given or "_linear_ce_fusion_sampling" not in vars(model_class):
         number = 1.0 if temperature is None else temperature
         model_class._linear_ce_fusion_sampling = _sampling(number, sampling_params)
-    if "_original_forward_for_linear_ce_fusion" in vars(model_class):
+    if {_ORIGINAL, _THEIR_MARK} & vars(model_class).keys():
         return
     original = model_class.forward
 
@@ -400,7 +404,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
         return _forward(self, args, kwargs)
 
     forward.__signature__ = _with_flag(original)  # type: ignore[attr-defined]
-    model_class._original_forward_for_linear_ce_fusion = original
+    setattr(model_class, _ORIGINAL, original)
     model_class.forward = forward
 
 
@@ -411,15 +415,15 @@ def unpatch_gpt_model_forward_for_linear_ce_fusion() -> None:
         ValueError: something else has replaced GPTModel.forward since; undo that first.
     """
     model_class = _gpt_model_class()
-    if "_original_forward_for_linear_ce_fusion" not in vars(model_class):
+    original = vars(model_class).get(_ORIGINAL)
+    if original is None:
         return
-    original = model_class._original_forward_for_linear_ce_fusion
     if getattr(model_class.forward, "__wrapped__", None) is not original:
         raise ValueError(
             "GPTModel.forward was replaced by something else after the patch; undo that first"
         )
     model_class.forward = original
-    del model_class._original_forward_for_linear_ce_fusion
+    delattr(model_class, _ORIGINAL)
     del model_class._linear_ce_fusion_chunk_size
     del model_class._linear_ce_fusion_sampling
 
@@ -525,8 +529,8 @@ def _local_next_tokens(
 
 
 def _original_forward(model: GPTModel) -> Callable[..., Tensor]:
-    original = getattr(type(model), "_original_forward_for_linear_ce_fusion", None)
-    return type(model).forward if original is None else original
+    kind = type(model)
+    return getattr(kind, _ORIGINAL, None) or getattr(kind, _THEIR_ORIGINAL, None) or kind.forward
 
 
 def _gpt_model_class() -> type[GPTModel]:

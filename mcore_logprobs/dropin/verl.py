@@ -239,6 +239,7 @@ def _flat(stats: Any, hidden: Tensor | None = None) -> FusedOutput:
 
 
 _OWN_FORWARD = "_mcore_logprobs_forward"
+_THEIR_FORWARD = "forward_backup"  # where verl's patch keeps the one that it replaced
 
 
 def patch_fused_forward(model: Any) -> None:
@@ -248,10 +249,19 @@ def patch_fused_forward(model: Any) -> None:
     sequence and context parallelism, packed sequences and multi-token prediction included (its
     own losses stay Megatron's). A second call does nothing. Without labels the model behaves as
     before. The weights are read through the output layer's own call, so that its hooks run.
+
+    Raises:
+        ValueError: verl's own patch is on the model.
     """
     for language_model in _language_models(model):
         if _OWN_FORWARD in vars(language_model):
             continue
+        if _THEIR_FORWARD in vars(language_model):
+            raise ValueError(
+                f"{type(language_model).__name__}: expected a forward without verl's own patch, to "
+                "which this one would not hand the temperature; call verl's unpatch_fused_forward "
+                "first, or switch on before the engine builds its model"
+            )
         original = language_model.forward
 
         def forward(

@@ -183,13 +183,14 @@ class LazyLogits(Tensor):
             self._leaf = _Through.apply(self)
             return self._leaf
         rows = self._view.rows
-        if rows.look_for_writes():
-            self.rejoin()
+        found = rows.look_for_writes()
         if rows.overwritten:
             raise RuntimeError(
                 "lazy logits: expected columns to be written by logits[..., columns] = value, got "
                 "a write into real logits of some of their rows, which the others do not see"
             )
+        if found:
+            self.rejoin()
         lost = rows.scaled_without_gradient or (rows.written and True not in rows.real)
         if lost and self._wants_gradient:
             raise _not_followed()

@@ -32,6 +32,9 @@ _PROPERTIES = words(
     _backward_hooks
     """
 )
+_SHAPED_IN_PLACE = words(
+    "transpose_ swapaxes_ swapdims_ t_ squeeze_ unsqueeze_ as_strided_ resize_ resize_as_"
+)
 # Give other tensors of its kind, without its values.
 _MAKERS = words(
     """
@@ -53,10 +56,17 @@ def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object
     if handle is not None:
         if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
             return _itself(func, args, kwargs)
-        if name == "requires_grad_" and args[1:] in ((), (True,)):
-            if not handle.requires_grad:
+        if name == "requires_grad_":
+            (asked,) = args[1:] or (kwargs.get("requires_grad", True),)
+            if asked and not handle.requires_grad:
                 handle.make_leaf(name)
-            return handle
+            if asked or not handle.requires_grad:
+                return handle
+        if name in _SHAPED_IN_PLACE:
+            raise RuntimeError(
+                f"lazy logits: expected a function that gives a tensor, such as {name[:-1]}, got "
+                f"{name}, which changes the shape in place"
+            )
         if name == "register_hook" and is_harmless(args[1]):
             return _itself(func, args, kwargs)
         if name in _MAKERS:

@@ -74,9 +74,10 @@ def recorded(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) -
     if name == "index_select":
         return _selected(handle, *args, **kwargs)
     if name == "contiguous":
-        return handle if _probe(view).is_contiguous() else _like(handle, view.copy())
+        return handle if _probe(view).is_contiguous() else _like(handle, view.copy(contiguous=True))
     if name == "clone":
-        return _like(handle, view.copy())
+        contiguous = kwargs.get("memory_format") is torch.contiguous_format
+        return _like(handle, view.copy(contiguous=contiguous))
     if name == "detach":
         return LazyLogits.of(view, gradient=False)
     if name == "alias":
@@ -192,10 +193,10 @@ def _indexed(handle: LazyLogits, key: Any) -> object:
     return _like(handle, view.at(places))
 
 
-def _selected(handle: LazyLogits, dim: int, index: Tensor) -> object:
+def _selected(handle: LazyLogits, dim: int, index: Tensor, **rest: object) -> object:
     view = handle.view_of_head
     lead = view.places.dim()
-    if not -lead - 1 <= dim < lead or dim == -1:
+    if rest or not -lead - 1 <= dim < lead or dim == -1:
         return NOT
     places = view.places.index_select(dim if dim >= 0 else dim + 1, index.cpu())
     return _like(handle, view.at(places))
@@ -286,6 +287,8 @@ def joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         temperature = of_each.reshape(-1)
     joint = Rows(head, rows.reshape(-1), temperature, first.width)
     made = View.all_of(joint, rows.shape, first.dtype)
+    for part in parts:
+        part.used()
     return _like(parts[0], made)
 
 
@@ -358,7 +361,8 @@ def _cast(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     elif name == "double" and not args:
         dtype = torch.float64
     elif name == "type_as":
-        dtype, device = args[0].dtype, args[0].device
+        other = args[0] if args else kwargs["other"]
+        dtype, device = other.dtype, other.device
     elif name == "type" and args and isinstance(args[0], torch.dtype):
         dtype = args[0]
     elif name == "cpu":
@@ -367,11 +371,14 @@ def _cast(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
         device = torch.device("cuda")
     elif name == "to":
         kwargs = dict(kwargs)
-        copy = bool(kwargs.pop("copy", False))
-        if args and isinstance(args[0], Tensor):
-            device, dtype = args[0].device, args[0].dtype
+        # (other or dtype, non_blocking, copy), or (device, dtype, non_blocking, copy)
+        place = 2 if args and isinstance(args[0], Tensor | torch.dtype) else 3
+        copy = bool(kwargs.pop("copy", args[place] if len(args) > place else False))
+        other = args[0] if args else kwargs.get("other")
+        if isinstance(other, Tensor):
+            device, dtype = other.device, other.dtype
         else:
-            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            device, dtype, *_ = torch._C._nn._parse_to(*args[:place], **kwargs)
     else:
         return NOT
     if device == torch.device("cuda"):  # the current one, which may be another than the logits'

@@ -228,13 +228,19 @@ class View:
         flat = places.reshape(-1)
         return self._copied(self.head_rows(flat), self._temperature_at(flat), places.shape)
 
-    def copy(self, dtype: torch.dtype | None = None) -> View:
-        """The same in other memory."""
-        flat = self.places.reshape(-1)
+    def copy(self, dtype: torch.dtype | None = None, *, contiguous: bool = False) -> View:
+        """The same in other memory, dimensions in the order that they have here, as torch does."""
+        strides, order = self.places.stride(), list(range(self.places.dim()))
+        if not (contiguous or 0 in strides):
+            order.sort(key=lambda dim: -strides[dim])
+        arranged = self.places.permute(order)
+        flat = arranged.reshape(-1)
         # The same tensor for the same temperatures, which says that these are the same logits.
-        is_all = flat.numel() == self.rows.num_rows and self.places.is_contiguous()
+        is_all = flat.numel() == self.rows.num_rows and arranged.is_contiguous()
         temperature = self.rows.temperature if is_all else self._temperature_at(flat)
-        copied = self._copied(self.head_rows(flat), temperature, self.places.shape)
+        copied = self._copied(self.head_rows(flat), temperature, arranged.shape)
+        back = [order.index(dim) for dim in range(len(order))]
+        copied = replace(copied, places=copied.places.permute(back))
         return copied if dtype is None else replace(copied, dtype=dtype)
 
     def _copied(self, rows: Tensor, temperature: float | Tensor, lead: Sequence[int]) -> View:

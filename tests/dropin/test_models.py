@@ -88,6 +88,10 @@ def run_verl(
         log_probs = own.vocab_parallel_log_probs_from_logits(logits.clone(), labels)
         unfused = finish(log_probs, entropy)
 
+        model.forward_backup = model.forward  # as verl's own patch leaves a model
+        with pytest.raises(ValueError, match="expected a forward without verl's own patch"):
+            verl.patch_fused_forward(model)
+        del model.forward_backup
         verl.patch_fused_forward(model)
         verl.patch_fused_forward(model)
         output = model(**inputs, labels=labels, temperature=TEMPERATURE)

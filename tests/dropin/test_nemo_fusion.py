@@ -127,6 +127,24 @@ def test_whole_labels_over_cp(ranks) -> None:
         assert max(errors.values()) < 1e-5
 
 
+def theirs_over_ours(model: Any, batch: dict[str, Any]) -> None:
+    """What NeMo-RL's own set-up does to the class, once the switch is off."""
+    from megatron.core.models.gpt import GPTModel
+
+    ours, plain = GPTModel.forward, model(**batch["inputs"])
+    GPTModel._original_forward_for_linear_ce_fusion = ours
+    GPTModel._linear_ce_fusion_forward_patched = True
+    GPTModel.forward = lambda self, **given: self._original_forward_for_linear_ce_fusion(**given)
+    try:
+        assert torch.equal(model(**batch["inputs"]), plain)
+        with pytest.raises(ValueError, match="replaced by something else after the patch"):
+            nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+    finally:
+        GPTModel.forward = ours
+        del GPTModel._original_forward_for_linear_ce_fusion
+        del GPTModel._linear_ce_fusion_forward_patched
+
+
 def class_patch() -> None:
     with megatron() as parallel_state:
         from megatron.core.models.gpt import GPTModel
@@ -166,6 +184,7 @@ def class_patch() -> None:
             )
             assert torch.equal(plain, model(**batch["inputs"]))
         assert dict(vars(model)) == state  # the head's patch is gone after each call
+        theirs_over_ours(model, batch)
         nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
         assert GPTModel.forward is before
         assert set(vars(GPTModel)) == names
