@@ -76,6 +76,18 @@ def test_an_autograd_function_of_logits_that_were_written_to() -> None:
     assert_entropies_agree(written, torch.linspace(-1.0, 2.0, S * B).view(S, B))
 
 
+@pytest.mark.parametrize("view", [lambda x: x[..., 3:], lambda x: x.view(-1), lambda x: x.mT])
+def test_columns_that_were_taken_before_see_a_write(view: Callable[[Tensor], Tensor]) -> None:
+    def written(logits: Tensor) -> Tensor:
+        copy = logits.clone()
+        columns = view(copy)
+        copy[0] = -1.0
+        copy.sub_(0.5)
+        return (copy + columns.mean()).tanh()
+
+    assert_entropies_agree(written, torch.linspace(-1.0, 2.0, S * B).view(S, B))
+
+
 @torch.no_grad()
 def test_joined_parts_of_logits_that_were_written_to() -> None:
     found = []

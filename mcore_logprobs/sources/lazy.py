@@ -264,8 +264,6 @@ class LazyLogits(Tensor):
             _say_or_refuse(all_rows, what)
             rows.real[wants] = all_rows.compute(gradient=wants)
         real = rows.real[wants]
-        if wants and rows.rows is not None:
-            real = real.clone()  # the result of an autograd function, to which torch does not write
         rows.real, rows.written = {wants: real}, True
         rows.take_back(real)
         self._real.clear()
