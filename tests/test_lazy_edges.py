@@ -372,6 +372,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
             x.transpose(0, 1)[1:] * 2.0,
             x.transpose(0, 1).contiguous(),
             x.transpose(0, 1).clone(memory_format=torch.contiguous_format),
+            x.transpose(0, 1).to(torch.bfloat16, memory_format=torch.contiguous_format),
+            x.transpose(0, 1).bfloat16(memory_format=torch.contiguous_format),
+            x.transpose(0, 1).to(torch.float32, copy=True),
             x[:, :1].unsqueeze(0).permute(1, 0, 2, 3).bfloat16(),
             x.transpose(0, 1).expand(B, S, V).float(),
         )

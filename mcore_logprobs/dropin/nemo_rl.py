@@ -10,7 +10,7 @@ so does, on a CPU, a target outside the vocabulary that is not -100.
 None as a group means what it means there: this process alone where the group may be left out, every
 rank where it is required (it goes to `torch.distributed`). Here are the autograd functions, called
 as `NAME.apply(...)`, what concerns ranks, and distillation; from targets to log-probabilities of
-whole sequences is `nemo_logprobs`.
+whole sequences is `nemo_logprobs`, and from hidden states `nemo_fusion`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from mcore_logprobs.dropin._common import (
     shard_padded,
     token_logprobs,
 )
-from mcore_logprobs.dropin.nemo_logprobs import (
+from mcore_logprobs.dropin.nemo_fusion import (
     _gpt_forward_with_linear_ce_fusion,
-    dtensor_from_parallel_logits_to_logprobs,
     from_parallel_hidden_states_to_logprobs,
+    hidden_logprobs,
+    patch_gpt_model_forward_for_linear_ce_fusion,
+    unpatch_gpt_model_forward_for_linear_ce_fusion,
+)
+from mcore_logprobs.dropin.nemo_logprobs import (
+    dtensor_from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs_packed_sequences,
     get_logprobs_from_vocab_parallel_logits,
     get_next_token_logprobs_from_logits,
-    hidden_logprobs,
     is_dtensor,
-    patch_gpt_model_forward_for_linear_ce_fusion,
     rank_in_group,
-    unpatch_gpt_model_forward_for_linear_ce_fusion,
 )
 
 __all__ = [

@@ -281,7 +281,7 @@ def say_replaced(language_model: LanguageModule) -> None:
         function = getattr(module, name, None)
     line = (
         f"output='loss' computes Megatron's loss: {name}, in whose place something has put another "
-        "function, is not called. A compute_language_model_loss on the model that calls it would be"
+        "function, is not called; a compute_language_model_loss of the model's own would be"
     )
     if function is not None and not _is_megatrons(function) and line not in _said:
         _said.add(line)

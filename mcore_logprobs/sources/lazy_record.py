@@ -76,8 +76,7 @@ def recorded(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) -
     if name == "contiguous":
         return handle if _probe(view).is_contiguous() else _like(handle, view.copy(contiguous=True))
     if name == "clone":
-        contiguous = kwargs.get("memory_format") is torch.contiguous_format
-        return _like(handle, view.copy(contiguous=contiguous))
+        return _like(handle, view.copy(contiguous=_asks_for_contiguous(kwargs)))
     if name == "detach":
         return LazyLogits.of(view, gradient=False)
     if name == "alias":
@@ -350,6 +349,10 @@ def _is_temperature(divisor: float, temperature: float | Tensor) -> bool:
     return all(check_scale.accepts(x) for x in both)
 
 
+def _asks_for_contiguous(kwargs: dict[str, object]) -> bool:
+    return kwargs.get("memory_format") is torch.contiguous_format
+
+
 def _cast(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     """To another dtype among float32, bfloat16 and float16, or to what it is already."""
     dtypes = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -386,7 +389,9 @@ def _cast(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     if device not in (None, handle.device):
         return NOT
     if dtype in (None, handle.dtype):
-        return _like(handle, handle.view_of_head.copy()) if copy else handle
-    if dtype not in _FLOATS or handle.dtype not in _FLOATS:
+        if not copy:
+            return handle
+    elif dtype not in _FLOATS or handle.dtype not in _FLOATS:
         return NOT
-    return _like(handle, handle.view_of_head.copy(dtype))
+    view = handle.view_of_head.copy(dtype, contiguous=_asks_for_contiguous(kwargs))
+    return _like(handle, view)
