@@ -277,15 +277,19 @@ class Rows:
 
     def _error(self, settings: Settings, wanted: Tensor, positions: Tensor) -> float:
         """Mean |difference| over the tokens, each capped; infinite where most cannot be known."""
-        got = self.logprobs(settings, positions)
+        got = self.logprobs(settings, positions, search=True)
         known = ~got.isnan()
         if 2 * int(known.sum()) < len(wanted):
             return math.inf
         return distance(got[known], wanted[known])
 
     @torch.no_grad()
-    def logprobs(self, settings: Settings, positions: Tensor) -> Tensor:
-        """float64 [positions] on the CPU; NaN where a neighbor's label is not known."""
+    def logprobs(self, settings: Settings, positions: Tensor, *, search: bool = False) -> Tensor:
+        """float64 [positions] on the CPU; NaN where a neighbor's label is not known.
+
+        Args:
+            search: tokens just outside a filter have the value of a filter that keeps them.
+        """
         row_offset, label_offset = OFFSETS[settings.alignment]
         row, row_inside = self.batch.neighbor(positions, row_offset)
         label, label_inside = self.batch.neighbor(positions, label_offset)
@@ -298,7 +302,7 @@ class Rows:
         for start in range(0, len(positions), _TILE):
             tile = slice(start, start + _TILE)
             z = source.rows(row[tile])
-            parts.append(self._figures(z, target[tile].to(z.device), settings))
+            parts.append(self._figures(z, target[tile].to(z.device), settings, search))
         values = torch.cat(parts).double().cpu()
         return torch.where(known, values, torch.nan)
 
@@ -313,7 +317,7 @@ class Rows:
         assert source is not None, "a setting is a choice only where its logits are given"
         return source
 
-    def _figures(self, z: Tensor, target: Tensor, settings: Settings) -> Tensor:
+    def _figures(self, z: Tensor, target: Tensor, settings: Settings, search: bool) -> Tensor:
         """z: [rows, V/TP] float32 -> [rows]."""
         if settings.bf16_logits:
             z = z.bfloat16().float()
@@ -324,15 +328,24 @@ class Rows:
             "tp_group": self.tp_group,
         }
         if settings.filter_applied and len(self.choices("filter_applied")) > 1:
-            return vocab_parallel_sampling_logprobs(
-                z,
-                target,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                **options,
-            )
+            filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+            values = vocab_parallel_sampling_logprobs(z, target, **filters, **options)
+            if not search:
+                return values
+            # Noise carries a few tokens over the cut, and at CAP each they would outweigh all
+            # others. A side without the filter reports tokens far outside of it.
+            looser = vocab_parallel_sampling_logprobs(z, target, **_looser(**filters), **options)
+            return torch.where(values.isneginf(), looser, values)
         return vocab_parallel_gather(z, target[:, None], log_softmax=True, **options)[:, 0]
+
+
+def _looser(top_k: int | None, top_p: float, min_p: float) -> dict[str, Any]:
+    """Filters that keep a quarter more: ids, of the mass that is left out, and below the limit."""
+    return {
+        "top_k": top_k + -(-top_k // 4) if top_k is not None and top_k > 0 else top_k,
+        "top_p": top_p + (1.0 - top_p) / 4,
+        "min_p": min_p * 0.75,
+    }
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -189,8 +189,7 @@ class Teacher:
     """The arguments of `PatchHandle.divergence`.
 
     Raises:
-        ValueError: an unknown kind, beta or tail; an option of another kind of
-            teacher.
+        ValueError: an unknown kind, beta or tail; an option of another kind of teacher.
     """
 
     kind: str
@@ -213,8 +212,12 @@ class Teacher:
         # Of a teacher's top-k; made for whole teachers too, as it checks kind and beta.
         divergence = TopKDivergence.of(self.kind, self.beta, self.tail, self.generalized)
         object.__setattr__(self, "divergence", divergence)
+        unused: dict[str, object]
+        whole = (self.logits, self.hidden, self.weight)
+        if self.topk is None and all(x is None for x in whole):
+            return  # a stage without a head need not know which kind of teacher there is
         if self.topk is None:
-            unused: dict[str, object] = {"tail": self.tail, "generalized": self.generalized or None}
+            unused = {"tail": self.tail, "generalized": self.generalized or None}
             unused["teacher_lse"] = self.lse
             whose = "without teacher_topk"
         else:
@@ -281,6 +284,7 @@ class Call:
         draw: of `PatchHandle.sample`.
         temperature: of `PatchHandle.options`, where it is a tensor that broadcasts to the tokens.
         logit_bias: likewise, where it is a tensor `[V/TP]`.
+        labels_checked: what `check_labels` asks for was done when a schedule plan was made.
 
     Raises:
         ValueError: what does not go together.
@@ -297,6 +301,7 @@ class Call:
     draw: SampleRequest | None = None
     temperature: Tensor | None = None
     logit_bias: Tensor | None = None
+    labels_checked: bool = False
 
     def __post_init__(self) -> None:
         config = self.config

@@ -357,9 +357,9 @@ class PatchHandle:
         Cost: the student's GEMMs a second time, and the teacher's.
 
         Raises:
-            ValueError: options that do not exist or are of another kind of teacher, on every stage;
-                on one with a head, none or several teachers; in the call what `linear_kl_div` and
-                `linear_topk_kl_div` raise.
+            ValueError: options that do not exist, on every stage; options of another kind of
+                teacher, where one is given; on a stage with a head, none or several teachers; in
+                the call what `linear_kl_div` and `linear_topk_kl_div` raise.
         """
         teacher = Teacher(
             kind,

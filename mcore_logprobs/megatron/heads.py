@@ -225,7 +225,8 @@ def say_unchecked(tokens: str, labels: str) -> None:
         _said.add("check_labels")
         logger.warning(
             "check_labels: expected input_ids of the %s' shape in the same call, got %s: the "
-            "labels of such calls are not checked (a later pipeline stage, or decoder_input)",
+            "labels of such calls are not checked (a later pipeline stage, decoder_input, or an "
+            "output processor beside multi-token prediction in combined 1F1B)",
             labels,
             tokens,
         )

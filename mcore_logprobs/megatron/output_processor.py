@@ -73,7 +73,10 @@ def logprob_output_processor(
             "model"
         )
     if context.check_labels:
-        check_shifted(input_ids, labels, context.ignore_index)
+        # In a schedule plan multi-token prediction has shifted them by now.
+        mtp = getattr(config, "mtp_num_layers", None)
+        shifted = mtp and getattr(config, "overlap_moe_expert_parallel_comm", False)
+        check_shifted(None if shifted else input_ids, labels, context.ignore_index)
     call = {"weight": output_weight, "runtime_gather_output": runtime_gather_output}
     scale = scale_logits or (lambda logits: logits)
     if labels is None:

@@ -504,6 +504,15 @@ def pipelined() -> dict[str, float]:
             )
             return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
+        with patch_model(model) as handle:
+            of_topk = {"tail": "ignore", "generalized": True, "teacher_lse": torch.zeros(29)}
+            for options in ({"teacher_softcap": 5.0}, of_topk):
+                if last:
+                    with pytest.raises(ValueError, match="teacher: expected one of"):
+                        handle.divergence(**options).__enter__()
+                else:  # the same code runs on every stage
+                    with handle.divergence(**options):
+                        pass
         with (
             patch_model(model) as handle,
             handle.targets(target, rows=rows),

@@ -152,7 +152,8 @@ def test_labels_that_are_not_checked_are_said_once(ranks):
     (lines,) = ranks(1).run(labels_without_their_inputs)
     assert lines == [
         "check_labels: expected input_ids of the labels' shape in the same call, got none: the "
-        "labels of such calls are not checked (a later pipeline stage, or decoder_input)"
+        "labels of such calls are not checked (a later pipeline stage, decoder_input, or an output "
+        "processor beside multi-token prediction in combined 1F1B)"
     ]
 
 

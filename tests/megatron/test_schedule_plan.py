@@ -226,6 +226,35 @@ def test_candidates_and_the_top_k_learn(ranks, policy, topk):
     assert max(ranks(2).run(beside, policy, topk)[0].values()) < 1e-5
 
 
+def labels_of_a_plan() -> None:
+    """Multi-token prediction shifts the ids of a plan before its head's turn."""
+    with megatron(ep=2) as parallel_state, schedule_on_a_cpu():
+        config = tiny_config(mtp_num_layers=1, **MOE)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=True)
+        config.overlap_moe_expert_parallel_comm = True
+        batch = make_batch(parallel_state)
+        ids = batch["inputs"]["input_ids"]
+        right = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+        with patch_model(model, LogprobConfig(check_labels=True)) as handle:
+
+            def run(labels: Tensor, block: Any = None) -> None:
+                train_step(config, model, [batch | {"labels": labels}], weighted, block)
+
+            run(right)
+            with handle.options(mtp="off"):
+                run(right)
+            with pytest.raises(ValueError, match="expected the token after each input"):
+                run(ids)
+            with pytest.raises(ValueError, match="expected the token after each input"):
+                run(None, lambda _: handle.targets(ids))
+            with handle.options(check_labels=False):
+                run(ids)
+
+
+def test_labels_are_compared_with_the_tokens_that_a_plan_is_given(ranks):
+    ranks(2).run(labels_of_a_plan)
+
+
 def mapped() -> None:
     with megatron(ep=2) as parallel_state, schedule_on_a_cpu():
         config = tiny_config(**MOE)

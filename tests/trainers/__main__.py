@@ -15,7 +15,7 @@ from tests.trainers.requirements import install
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.trainers", description=__doc__)
-    parser.add_argument("framework", nargs="?", default="")
+    parser.add_argument("framework", nargs="?", default="", choices=("", *FRAMEWORKS))
     parser.add_argument("-k", default="", help="only rows whose name has these words")
     # A row imports its framework on one core for half of its time.
     jobs = max(2, (os.cpu_count() or 1) // 2)
