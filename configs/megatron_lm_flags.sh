@@ -7,9 +7,9 @@
 # docs/megatron-flags.md has the two ways in for a script of your own (a model hook from Megatron
 # 0.19 on, a model provider to 0.18), which take the same flags.
 #
-# With --logprob-output loss the model returns the usual [b, s] loss and nothing else changes. With
-# stats it returns a TokenStats, which your loss function reads. Columns that only pad the
-# vocabulary are masked, by the tokenizer's true size; --logprob-vocab-size gives another one.
+# With --logprob-output loss the model returns the usual [b, s] loss, with stats a TokenStats, which
+# your loss function reads. With either, columns that only pad the vocabulary are masked, by the
+# tokenizer's true size (--logprob-vocab-size gives another one): losses fall by what they had.
 LOGPROB_ARGS=(
     --logprob-output loss
     --logprob-fused true             # "require" refuses heads that cannot be fused

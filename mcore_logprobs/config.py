@@ -70,7 +70,8 @@ class LogprobConfig(SuggestsFields):
         None,
         checks.check_top_k,
         "Log-probabilities are those of the distribution filtered to the top_k largest logits; "
-        "entropy, rank and lse are of the full distribution. None, 0 and -1: off.",
+        "-inf for a target outside, whose ratio is NaN. Entropy, rank and lse are of the full "
+        "distribution. None, 0 and -1: off.",
         off=(0, -1),
     )
     top_p: float = fields.real(
@@ -334,7 +335,7 @@ class LogprobConfig(SuggestsFields):
 
     @classmethod
     def _from_attributes(cls, source: object) -> LogprobConfig:
-        if type(source).__module__ == "builtins":  # a dictionary's keys are no attributes
+        if type(source).__module__ == "builtins" or _without_attributes(source):
             raise ValueError(
                 "LogprobConfig: expected an object with logprob_* attributes, got "
                 f"{type(source).__name__}; LogprobConfig.from_dict reads a mapping"
@@ -343,6 +344,8 @@ class LogprobConfig(SuggestsFields):
         settings = {}
         names = {ARG_PREFIX + k for k in known}.union(getattr(source, "__dict__", ()))
         names.update(*map(vars, type(source).__mro__))  # of its classes, with their __slots__
+        for keys in (source, getattr(source, "model_extra", None)):  # as OmegaConf's, pydantic's
+            names.update(map(str, _keys(keys)))
         for name in sorted(n for n in names if n.startswith(ARG_PREFIX)):
             key = name.removeprefix(ARG_PREFIX)
             if key in known:
@@ -392,6 +395,18 @@ def unique_keys(yaml: ModuleType) -> type:
             return node
 
     return Loader
+
+
+def _keys(source: object) -> Iterable[object]:
+    keys = getattr(source, "keys", None)
+    return keys() if callable(keys) else ()
+
+
+def _without_attributes(source: object) -> bool:
+    """Whether it is a dictionary whose keys are no attributes, as an OrderedDict's are not."""
+    if not isinstance(source, Mapping) or hasattr(type(source), "__getattr__"):
+        return False
+    return not any(key in getattr(source, "__dict__", ()) for key in source)
 
 
 def _similar(key: str, known: Iterable[str]) -> list[str]:

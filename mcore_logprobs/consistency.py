@@ -7,8 +7,8 @@ and compares with the others: its width, its options (a temperature, a top k), a
 integer tensor (targets, ids, rows, masks) and of a temperature for each token, whether sums are in
 float64, and without sequence parallelism a few values of the hidden states, which may differ by
 rounding.
-No collective is made. The first call waits for the device; later calls look in a set. Under
-`torch.compile` and in a CUDA graph's capture no values are compared.
+No collective is made. The first call waits for the device; later calls look in a set. In a CUDA
+graph's capture no values are compared, in what `torch.compile` traces nothing is.
 
 A rank that makes a first call alone finds no answer and raises. A rank that raises within an
 operation leaves the reason in the store; the others wait for it in a collective, and raise with
@@ -31,6 +31,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 import weakref
@@ -449,6 +450,7 @@ def _value(name: str, value: object) -> str:
         return f"{text} [{first}{more}] hash {_hash(content)}"
     text = getattr(value, "__qualname__", "") if callable(value) else repr(value)
     text = text or type(value).__qualname__
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)  # an object without a repr of its own
     if len(text) > _LONGEST_VALUE:
         text = f"{text[:_LONGEST_VALUE]}... hash {_hash(text.encode())}"
     return text

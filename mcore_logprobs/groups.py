@@ -113,21 +113,25 @@ class ParallelGroups:
         Megatron's global groups.
 
         Raises:
-            ValueError: the model carries no group and Megatron's are not initialized.
+            ValueError: the model lacks one of them and Megatron's are not initialized.
         """
-        module = model
-        while True:
+        module, tp, cp = model, None, None
+        while module is not None:
             collection = getattr(module, "pg_collection", None)
             if collection is None:
                 collection = getattr(module, "model_comm_pgs", None)
-            tp = getattr(collection, "tp", None) or getattr(module, "tp_group", None)
-            cp = getattr(collection, "cp", None) or getattr(module, "cp_group", None)
+            # What is further in goes before what a wrapper carries.
+            tp = getattr(collection, "tp", None) or getattr(module, "tp_group", None) or tp
+            cp = getattr(collection, "cp", None) or getattr(module, "cp_group", None) or cp
             if tp is not None and cp is not None:
                 return cls(tp=tp, cp=cp)
-            inner = getattr(module, "module", None)
-            if inner is None:
-                break
-            module = inner
+            module = getattr(module, "module", None)
+        if megatron_parallel_state() is None:
+            lacking = " and ".join(n for n, g in (("tp", tp), ("cp", cp)) if g is None)
+            raise ValueError(
+                f"the model carries no {lacking} group, and megatron.core.parallel_state is not "
+                "initialized: call initialize_model_parallel first, or make ParallelGroups(tp, cp)"
+            )
         fallback = cls.from_megatron()
         return cls(tp=tp or fallback.tp, cp=cp or fallback.cp)
 

@@ -106,6 +106,15 @@ def test_what_an_error_looks_like() -> None:
     assert report.remarks == ("overwrites its logits",)
 
 
+def test_ranks_are_exact_in_a_large_vocabulary_too() -> None:
+    """Off by one, as a tie counted on the wrong side is, a rank near 16000 is nearly right."""
+    right = "mcore_logprobs:vocab_parallel_target_rank"
+    assert audit(right, kind="target_rank", tp=(2,), vocab=16384).ok
+    report = audit(audited.rank_off_by_one, kind="target_rank", tp=(2,), vocab=16384)
+    (row,) = report.rows
+    assert (row.verdict, row.note) == ("WRONG", "7 of 7 differ") or row.note.endswith(" differ")
+
+
 def test_an_argument_that_has_no_meaning() -> None:
     report = audit(audited.needs_more, tp=(1,))
     assert not report.ok

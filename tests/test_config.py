@@ -10,6 +10,7 @@ import pickle
 import re
 import sys
 import types
+from collections import OrderedDict, UserDict
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -420,6 +421,33 @@ def test_near_miss_attribute_raises_and_foreign_one_does_not(read) -> None:
     assert read(foreign) == LogprobConfig(entropy=True)
 
 
+class _Attributes(dict):
+    """Keys that are attributes too, as OmegaConf's and others have them."""
+
+    def __getattr__(self, name: str) -> object:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+class _Extra:
+    """What pydantic makes of fields that a model does not declare."""
+
+    def __init__(self, **extra: object) -> None:
+        self.model_extra = extra
+
+    def __getattr__(self, name: str) -> object:
+        return _Attributes(self.__dict__["model_extra"]).__getattr__(name)
+
+
+@pytest.mark.parametrize("kind", [_Attributes, _Extra])
+def test_keys_that_are_attributes_are_read_and_looked_through(kind) -> None:
+    read = LogprobConfig.from_args
+    assert read(kind(logprob_temperature=0.7, lr=1.0)) == LogprobConfig(temperature=0.7)
+    with pytest.raises(ValueError, match="'logprob_temprature'; did you mean"):
+        read(kind(logprob_temprature=0.7))
+
+
 @pytest.mark.parametrize("read", [LogprobConfig.from_args, LogprobConfig.from_transformer_config])
 @pytest.mark.parametrize(
     ("name", "meant"),
@@ -469,8 +497,12 @@ def test_settings_of_a_class_are_read() -> None:
 @pytest.mark.parametrize("read", [LogprobConfig.from_args, LogprobConfig.from_transformer_config])
 @pytest.mark.parametrize(
     "given",
-    [{"logprob_temperature": 0.5}, ["--logprob-temperature", "0.5"], "0.2", None],
-    ids=["dict", "list", "str", "NoneType"],
+    [
+        {"logprob_temperature": 0.5},
+        *(kind(logprob_temperature=0.5) for kind in (OrderedDict, UserDict)),
+        *(["--logprob-temperature", "0.5"], "0.2", None),
+    ],
+    ids=lambda given: type(given).__name__,
 )
 def test_what_has_no_attributes_is_refused(read, given) -> None:
     expected = f"expected an object with logprob_\\* attributes, got {type(given).__name__}"

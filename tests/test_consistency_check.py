@@ -91,6 +91,12 @@ def test_the_check_names_rank_and_value(ranks, operation, per_rank, parts):
             assert part in found, found
 
 
+def test_an_object_is_not_told_by_its_address() -> None:
+    """What a partial binds has another address on each rank."""
+    one, other = (consistency._value("loss_fn(0)", object()) for _ in range(2))
+    assert one == other == "<object object>"
+
+
 def changes_its_width_under_the_check() -> tuple[str, float]:
     assert message("logprobs", 12) == ""
     started = time.monotonic()

@@ -89,10 +89,15 @@ NEXT = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
             24,
             "MISTAKE labels: expected some that count, got ignore_index (-100) at",
         ),
+        (
+            NEXT.flip(0),
+            24,
+            "MISTAKE labels: expected the token after each input, got it at 0% of 22",
+        ),
     ],
     ids=[
         *("right", "size not known", "masked", "not shifted", "shifted twice", "shifted back"),
-        *("outside", "inputs outside", "none counts"),
+        *("outside", "inputs outside", "none counts", "of other rows"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["pt", "npz"])
@@ -402,6 +407,15 @@ def test_hooks_are_read_off_the_classes(monkeypatch) -> None:
         assert ("output_processor" in doctor._megatron_hooks()["GPTModel"]) == there
 
 
+def test_invariance_that_does_not_hold(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(doctor, "self_test", lambda device: [])
+    for holds, last in ((True, "All checks passed."), (False, "Batch invariance FAILED.")):
+        found = {"forward across TP": True, "across rows": holds}
+        monkeypatch.setattr(doctor, "_guarantees", lambda device, found=found: found)
+        assert bool(commands.doctor(["--full"])) is not holds
+        assert capsys.readouterr().out.rstrip().endswith(last)
+
+
 @pytest.mark.night
 def test_hooks_of_the_newest_megatron() -> None:
     """Found by looking at the classes, so the same code sees what 0.19 has and 0.16 has not."""
@@ -457,6 +471,9 @@ def head_of_a_model(adapter: bool, tokens: int | None = None, vocab_size: int | 
             ):
                 if vocab_size is None:
                     handle.remove()
+                elif vocab_size == 61:  # of the model's config, before a patch
+                    handle.remove()
+                    model.config.logprob_vocab_size = vocab_size
                 return str(doctor.report(model)["vocabulary"])
         finally:
             mm.destroy_model_parallel()
@@ -472,11 +489,12 @@ def test_says_whether_a_model_s_head_can_be_fused(ranks) -> None:
     ("tokens", "vocab_size", "said"),
     [
         (0, None, "all 64 columns count, padding too, unless vocab_size says otherwise"),
+        (60, 61, "61 of 64 columns count (vocab_size=61)"),
         (60, None, "WARNING all 64 columns count, of which 4 are padding: pass vocab_size=60"),
         (64, None, "all 64 columns count; the tokenizer has as many"),
         (60, 60, "60 of 64 columns count (vocab_size=60)"),
     ],
-    ids=["no tokenizer", "padded", "whole", "given"],
+    ids=["no tokenizer", "of the config", "padded", "whole", "given"],
 )
 def test_says_which_columns_count(ranks, tokens, vocab_size, said):
     assert ranks(1).run(head_of_a_model, False, tokens, vocab_size) == [said]

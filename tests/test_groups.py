@@ -149,6 +149,11 @@ def _from_models() -> None:
     for name, model in models.items():
         found = ParallelGroups.from_model(model)
         assert (found.tp, found.cp) == (mine.tp, mine.cp), name
+    outer = SimpleNamespace(tp_group=mine.tp, module=SimpleNamespace(cp_group=mine.cp))
+    found = ParallelGroups.from_model(outer)
+    assert (found.tp, found.cp) == (mine.tp, mine.cp)
+    with pytest.raises(ValueError, match=r"carries no cp group, and .* not initialized"):
+        ParallelGroups.from_model(SimpleNamespace(tp_group=mine.tp))
     with pytest.raises(ValueError, match="not initialized"):
         ParallelGroups.from_model(SimpleNamespace())
     with pytest.raises(ValueError, match="not initialized"):
@@ -176,6 +181,9 @@ def _from_real_model() -> None:
         half = torch.nn.Module()
         half.pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp"])
         assert ParallelGroups.from_model(half) == bare
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        wrapper = SimpleNamespace(tp_group=alone, module=torch.nn.Linear(2, 2))
+        assert ParallelGroups.from_model(wrapper) == ParallelGroups(alone, bare.cp)
     finally:
         parallel_state.destroy_model_parallel()
 

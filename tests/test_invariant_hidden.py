@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_logprobs import linear_policy_loss, linear_token_stats
 from mcore_logprobs.debug import doctor, invariance
+from mcore_logprobs.kernels.inductor import INVARIANT
 from mcore_logprobs.kernels.products import product
 from mcore_logprobs.kernels.stats import merge
 from mcore_logprobs.ops import row_statistics
@@ -206,6 +207,20 @@ def test_every_guarantee_holds_here() -> None:
     guarantees = found()
     assert len(guarantees) == 18
     assert set(guarantees.values()) == {True}
+
+
+def test_what_the_guarantees_of_a_head_run_is_what_a_call_runs(monkeypatch) -> None:
+    """Bits of the backend that `invariant_segments` takes: broken, they are found."""
+    stats = INVARIANT.stats
+
+    def noisy(chunk, *args, **options):
+        values = stats(chunk, *args, **options)
+        return values + 1e-3 * torch.rand_like(values)
+
+    monkeypatch.setattr(INVARIANT, "stats", noisy)
+    hidden, weight = torch.randn(15, 40), torch.randn(8 * 2048, 40)
+    found = dict([next(invariance._hidden_checks(hidden, weight, torch.arange(15)))])
+    assert found == {"forward across TP": False}
 
 
 def test_a_head_of_another_size() -> None:

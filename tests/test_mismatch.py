@@ -354,6 +354,17 @@ def test_from_hidden_states(data: dict[str, Tensor]) -> None:
         assert a.mean_abs == pytest.approx(b.mean_abs, rel=0.02)
 
 
+def test_autocast_around_the_call_changes_nothing(data: dict[str, Tensor]) -> None:
+    """Its products in bfloat16 would hide a head that rounds."""
+    given = {"logits": None, "stale_logits": None, "hidden": data["hidden"]}
+    given["weight"] = data["weight"]
+    plain = _explain(data, Settings(), Settings(bf16_logits=True), **given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = _explain(data, Settings(), Settings(bf16_logits=True), **given)
+    assert plain.rollout.departures() == found.rollout.departures() == ["bf16_logits"]
+    assert found.text() == plain.text()
+
+
 def test_known_settings_are_not_searched(data: dict[str, Tensor]) -> None:
     found = _explain(
         data, Settings(), Settings(), train={"filter_applied": False}, rollout={"bf16_logits": True}
@@ -373,6 +384,7 @@ def test_without_logits_a_shift_of_values_is_found(data: dict[str, Tensor]) -> N
         assert found.train.alignment == name
         assert found.causes[0].name == "shifted by one"
         assert found.remainder.max_abs < 1e-6
+        assert found.notes[1].startswith("or the engine's values are ")
     found = explain_mismatch(right, right, data["target"], mask=data["mask"])
     assert found.causes == ()
     assert found.notes[0].endswith("can be found")

@@ -21,9 +21,10 @@ VOCAB = 90  # true vocabulary; padded to 96
 
 
 @contextmanager
-def megatron(*, tp: int = 1, cp: int = 1) -> Iterator[None]:
+def megatron(**sizes: int) -> Iterator[None]:
+    """Sizes: tp, cp, pp; the rest of the ranks is data parallel."""
     with cpu_runtime():
-        models.init_model_parallel(tp=tp, cp=cp)
+        models.init_model_parallel(**sizes)
         yield
         models.destroy_model_parallel()
 

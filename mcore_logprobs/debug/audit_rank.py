@@ -430,12 +430,18 @@ def _call(fn: Any, kind: Kind, given: dict[str, object], call: dict[str, object]
 
 
 def _difference(got: Tensor, want: Tensor) -> dict[str, object]:
-    """Relative to the largest expected value; what factor it is off by, if it is one factor."""
+    """Relative to the largest expected value; what factor it is off by, if it is one factor.
+    Integers are equal, or the error is inf.
+    """
     if got.shape != want.shape:
         note = f"expected shape {list(want.shape)}, got {list(got.shape)}"
         return {"error": float("inf"), "note": note}
     if not torch.isfinite(got).all():
         return {"error": float("inf"), "note": "not finite"}
+    if not want.is_floating_point():  # counts, of which none is nearly right
+        wrong = int((got != want).sum())
+        note = f"{wrong} of {want.numel()} differ" if wrong else ""
+        return {"error": float("inf") if wrong else 0.0, "note": note}
     error, note = oracle.relative_error(got, want), ""
     if error > BOUND:
         factor = ((got.double() * want).sum() / (want * want).sum().clamp(min=1e-30)).item()

@@ -128,6 +128,12 @@ def _of_shift(input_ids: Tensor, labels: Tensor, counted: Tensor, ignore_index: 
             f"labels: expected the token after each input, got the one after that at "
             f"{shares[2]:.0%} of the positions; shift them once"
         ]
+    inside = int(counted[:, :-1].sum())
+    if inside >= _ENOUGH and shares[1] < 0.5:  # packed, every other one may be an end of text
+        return [
+            f"labels: expected the token after each input, got it at {shares[1]:.0%} of {inside} "
+            "positions; are they [b, s], and of these inputs, row by row?"
+        ]
     return []
 
 

@@ -41,8 +41,8 @@ def report(
 
     With a Megatron model (wrapped or not), "head" says whether `patch_model` can take the fused
     path on it, and if not, why; "vocabulary" says whether columns that pad it have probability.
-    Makes no collective. "ok" is whether every check of the self-test is within its bound, and the
-    batch has no mistake.
+    Makes no collective. "ok" is whether every check of the self-test is within its bound, what
+    `full` tries holds, and the batch has no mistake.
 
     Args:
         full: also try what `invariant_segments` promises: compiles kernels, for a minute or more.
@@ -56,6 +56,8 @@ def report(
     checked = None if batch is None else check_batch(batch)
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     tests = [test for device in devices for test in self_test(device)]
+    kept = {device: _guarantees(device) for device in devices} if full else {}
+    right = all(test.ok for test in tests) and all(all(x.values()) for x in kept.values())
     return {
         "python": platform.python_version(),
         "packages": {name: _package(dist, module) for name, dist, module in _PACKAGES},
@@ -65,10 +67,10 @@ def report(
         "frameworks": installed_frameworks(),
         **({} if model is None else {"head": _head(model), "vocabulary": _vocabulary(model)}),
         "groups": _groups(),
-        **({"invariant_segments": {d: _guarantees(d) for d in devices}} if full else {}),
+        **({"invariant_segments": kept} if full else {}),
         "self_test": [asdict(test) | {"ok": test.ok} for test in tests],
         **({} if checked is None else {"batch": asdict(checked)}),
-        "ok": all(test.ok for test in tests) and not (checked and checked.problems),
+        "ok": right and not (checked and checked.problems),
     }
 
 
@@ -148,7 +150,8 @@ def _head(model: object) -> str:
 
 
 def _vocabulary(model: object) -> str:
-    """Which columns of the head have probability."""
+    """Which columns of the head have probability, under the same settings."""
+    from mcore_logprobs.config import LogprobConfig
     from mcore_logprobs.megatron.head_patch import patch_of
     from mcore_logprobs.megatron.heads import find_language_models, has_head
 
@@ -156,8 +159,9 @@ def _vocabulary(model: object) -> str:
         columns = getattr(language_model, "vocab_size", None)
         if not has_head(language_model) or columns is None:
             continue
-        patch = patch_of(language_model)
-        vocab_size, tokens = patch and patch.config.vocab_size, tokenizer_size()
+        patch, tokens = patch_of(language_model), tokenizer_size()
+        config = LogprobConfig.from_transformer_config(language_model.config)
+        vocab_size = (config if patch is None else patch.config).vocab_size
         if vocab_size:
             return f"{vocab_size} of {columns} columns count (vocab_size={vocab_size})"
         if tokens is None:
@@ -382,5 +386,7 @@ def as_text(found: dict[str, Any]) -> str:
     if found["ok"]:
         return "\n".join([*lines, "All checks passed."])
     failed = [] if all(test["ok"] for test in found["self_test"]) else ["The self-test FAILED."]
+    tried = found.get("invariant_segments", {}).values()
+    failed += [] if all(all(x.values()) for x in tried) else ["Batch invariance FAILED."]
     failed += ["The batch FAILED."] if batch["problems"] else []
     return "\n".join([*lines, " ".join(failed)])

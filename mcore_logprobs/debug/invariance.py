@@ -146,7 +146,8 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
 
     def heads(tp: int) -> Iterator[tuple[HeadLogits, Tensor]]:
         for part in _shards(len(weight), tp):
-            source = head_logits(hidden, weight[part].clone(), chunk_size=_ROWS)
+            shard = weight[part].clone()
+            source = head_logits(hidden, shard, chunk_size=_ROWS, invariant_segments=1)
             segments = Segments.of(_SEGMENTS, len(weight), tp)
             options = replace(source.options, segments=segments)
             yield options.bind(*source.tensors), _own(target, part)

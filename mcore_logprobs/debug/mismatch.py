@@ -92,8 +92,9 @@ def explain_mismatch(
 ) -> MismatchExplanation:
     """Split `train_logprobs - rollout_logprobs` of a batch into its causes.
 
-    Without logits and hidden states only values that stand one position off can be found; the notes
-    say which settings were not looked at.
+    Without logits and hidden states only values that stand one position off can be found, and the
+    cause is named as the trainer's though it may be the engine's. The notes say so, and which
+    settings were not looked at.
 
     Shape:
         train_logprobs, rollout_logprobs, target, mask: `[b, s]`, or `[s]` for one sequence.
@@ -325,7 +326,10 @@ def _without_logits(
             ours = Settings(alignment=name)  # type: ignore[arg-type]
             aligned, moved = torch.where(inside, batch.train[other], torch.nan), error
     parts = [] if ours == RIGHT else [("alignment", ours, RIGHT, train - aligned)]
-    note = "no logits or hidden: only values one position off can be found"
+    notes = ["no logits or hidden: only values one position off can be found"]
     if unread:
-        note += f"; not looked at: {', '.join(unread)}"
-    return _explained(batch, parts, [aligned], ours, RIGHT, threshold, [note])
+        notes[0] += f"; not looked at: {', '.join(unread)}"
+    if parts:
+        opposite = "early" if ours.alignment == "values late" else "late"
+        notes.append(f"or the engine's values are {opposite}: two reports alone do not tell which")
+    return _explained(batch, parts, [aligned], ours, RIGHT, threshold, notes)

@@ -16,6 +16,7 @@ from mcore_logprobs.checks import Check, check_float_tensor
 from mcore_logprobs.debug.compare import check_zero_or_one
 from mcore_logprobs.debug.mismatch_result import RIGHT, SETTINGS, Alignment, Settings
 from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.ops.driver import without_autocast
 from mcore_logprobs.ops.gather import vocab_parallel_gather
 from mcore_logprobs.ops.sampling import vocab_parallel_sampling_logprobs
 
@@ -164,7 +165,10 @@ class Source:
     def rows(self, index: Tensor) -> Tensor:
         """[rows, V/TP] float32."""
         x = self.flat[index.to(self.flat.device)].float()
-        return x if self.weight is None else x @ self.weight.float().T
+        if self.weight is None:
+            return x
+        with without_autocast(x.device):
+            return x @ self.weight.float().T
 
 
 def check_known(side: str, given: Mapping[str, object] | None) -> dict[str, Any]:
@@ -328,7 +332,11 @@ class Rows:
             "tp_group": self.tp_group,
         }
         if settings.filter_applied and len(self.choices("filter_applied")) > 1:
-            filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+            filters: dict[str, Any] = {
+                "top_k": self.top_k,
+                "top_p": self.top_p,
+                "min_p": self.min_p,
+            }
             values = vocab_parallel_sampling_logprobs(z, target, **filters, **options)
             if not search:
                 return values

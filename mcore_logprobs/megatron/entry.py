@@ -82,11 +82,17 @@ def patched_model_provider(
     config, and ignores a provider. A provider made here then raises before any model is built.
 
     Raises:
-        ValueError: when a model is built: a namespace without the flags, flags that do not make a
-            `LogprobConfig`, or what `patch_gpt_model` raises (in a virtual pipeline a head that
+        ValueError: args that are none of these (here); and when a model is built, a namespace
+            without the flags, flags that do not make a `LogprobConfig`, or what
+            `patch_gpt_model` raises (in a virtual pipeline a head that
             cannot be fused under `fused="require"` on its own stage only); a `pretrain` that
             ignores it.
     """
+    if not isinstance(args, _SETTINGS):
+        raise ValueError(
+            "patched_model_provider: expected args to be a parsed namespace or None, got "
+            f"{type(args).__name__}"
+        )
     after_import(TRAINING, _guard_against_ignored_provider)
 
     def provider(*provider_args: object, **kwargs: object) -> object:

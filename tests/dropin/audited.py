@@ -42,6 +42,10 @@ def both_sides_of_a_border(logits: Tensor, labels: Tensor, tp_group: dist.Proces
     return right(logits, labels, tp_group) + again
 
 
+def rank_off_by_one(logits: Tensor, labels: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+    return mcore_logprobs.vocab_parallel_target_rank(logits, labels, tp_group=tp_group) + 1
+
+
 def twice_the_gradient(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
     value = right(logits, labels, group)
     return 2 * value - value.detach()

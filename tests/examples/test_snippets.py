@@ -87,6 +87,31 @@ def test_cp_loss_scale() -> None:
     assert _run("cp_loss_scale", 2, ranks=2) == pytest.approx(_run("cp_loss_scale", 1), rel=1e-4)
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_schedule(pp: int) -> None:
+    loss, expected = get_pool(pp).run(_main, "schedule", pp, timeout=200)[-1]
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert abs(expected + 0.5) > 1e-3  # of some of the tokens: the filter has dropped the others
+
+
+def _sums_of_rows() -> list[float]:
+    """Of the packed snippet's sequences, each by itself in plain torch."""
+    packed, tiny = (importlib.import_module(name) for name in ("packed", "tiny"))
+    with tiny.megatron(), torch.no_grad():
+        model, sums = tiny.gpt(), []
+        for x in packed.sequences():
+            logits = model(x[None], torch.arange(len(x))[None], None)[0, :, : tiny.VOCAB]
+            logprobs = logits.double().log_softmax(-1)[:-1].gather(-1, x[1:, None])
+            sums.append(logprobs[packed.PROMPT - 1 :].sum().item())
+        return sums
+
+
+def test_packed() -> None:
+    one = _run("packed", 1)
+    assert one == pytest.approx(get_pool(1).run(_sums_of_rows)[0], rel=1e-5)
+    assert _run("packed", 2, ranks=2) == pytest.approx(one, rel=1e-5)
+
+
 def test_megatron_flags() -> None:
     loss, plain = _run("megatron_flags")
     assert loss == pytest.approx(plain, rel=1e-6)

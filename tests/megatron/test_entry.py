@@ -83,6 +83,8 @@ def test_a_hook_reads_what_megatron_makes_of_a_yaml_file():
 def test_a_namespace_without_the_flags_raises():
     with pytest.raises(ValueError, match="add_logprob_args"):
         logprob_model_hook(Namespace(hidden_size=4))([])
+    with pytest.raises(ValueError, match="args to be a parsed namespace or None, got dict"):
+        patched_model_provider(lambda: [], args={"logprob_temperature": 0.7})
     provider = patched_model_provider(lambda: [], args=Namespace(hidden_size=4))
     with pytest.raises(ValueError, match="add_logprob_args"):
         provider()
