@@ -306,6 +306,10 @@ class LogprobConfig(SuggestsFields):
         section = getattr(args, YAML_SECTION, None)
         if isinstance(section, (SimpleNamespace, argparse.Namespace, Mapping)):
             lost.append(f"a section {YAML_SECTION!r}")
+        ours = {action.dest for action in flags.values()}
+        for name, part in getattr(args, "__dict__", {}).items():  # a section of Megatron's own
+            if isinstance(part, SimpleNamespace):
+                lost += [f"{name}.{key}" for key in vars(part) if key in ours]
         if lost:
             raise ValueError(
                 f"LogprobConfig: expected a logprob_* attribute for {lost[0]}, got a "

@@ -517,8 +517,13 @@ def test_what_has_no_attributes_is_refused(read, given) -> None:
         (["--logprob-top-k=3"], SimpleNamespace(logprob_batch_size=4), "--logprob-top-k"),
         ([], SimpleNamespace(mcore_logprobs=SimpleNamespace(top_k=3)), "a section 'mcore_logprobs"),
         ([], argparse.Namespace(mcore_logprobs={"top_k": 3}), "a section 'mcore_logprobs"),
+        (
+            [],
+            SimpleNamespace(language_model=SimpleNamespace(num_layers=2, logprob_top_k=3)),
+            "language_model.logprob_top_k",
+        ),
     ],
-    ids=["a flag", "a flag and its value", "a section", "a mapping"],
+    ids=["a flag", "a flag and its value", "a section", "a mapping", "in Megatron's section"],
 )
 def test_settings_that_did_not_reach_the_namespace(monkeypatch, words, args, given) -> None:
     """As after Megatron's --yaml-cfg, whose file takes the place of the parser's namespace."""

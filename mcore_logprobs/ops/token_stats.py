@@ -220,8 +220,8 @@ def linear_token_stats(
         hidden: `[s, b, h]` (`[s/TP, b, h]` under sequence parallelism) or `[n, h]` (`[n/TP, h]`);
             float16, bfloat16, float32 or float64. The same on every TP rank without sequence
             parallelism.
-        weight: `[V/TP, h]`, this rank's rows of the output layer, in hidden's dtype, which both keep
-            under autocast; there it may be another, and both are rounded to the narrower one
+        weight: `[V/TP, h]`, this rank's rows of the output layer, in hidden's dtype, which both
+            keep under autocast; there it may be another, and both are rounded to the narrower one
             (float64 goes with float64).
         target: `[s, b]` or `[n]`, integers, global ids or ignore_index; the whole sequence on every
             TP rank also under sequence parallelism. `[m]` with rows.
