@@ -47,7 +47,7 @@ def peers_logits(run: GroupRun) -> None:
 
 
 def _step(contender: Contender) -> None:
-    run_backward(contender, contender.forward(*contender.inputs))
+    run_backward(contender, contender.inputs, contender.forward(*contender.inputs))
 
 
 # ---- a candidate ---------------------------------------------------------------------------------

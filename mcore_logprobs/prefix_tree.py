@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_logprobs.checks import INTEGERS, check_count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefixTree:
     """A packed prefix tree: n tokens, each after the one it follows. CPU tensors, int64.
 

@@ -139,7 +139,10 @@ def main(
         parser.error("--device cuda: torch finds no CUDA device here")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.threads:
-        torch.set_num_threads(args.threads)
+        try:
+            torch.set_num_threads(args.threads)
+        except (RuntimeError, TypeError, ValueError) as error:  # beyond what torch can count to
+            parser.error(f"--threads: {str(error).splitlines()[0]}")
     machine.keep_heap()
     started = _start_ranks(device)
     several = dist.is_initialized() and dist.get_world_size() > 1

@@ -20,6 +20,8 @@ def describe(device: torch.device, load: str = "") -> str:
     """The machine, the software and the date, in a line; with what `busy` says of the load."""
     if device.type == "cuda":
         hardware, allocator = f"GPU: {torch.cuda.get_device_name()}", "caching allocator"
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+            hardware += ", shared by ranks: times do not hold"
     else:
         threads = torch.get_num_threads()
         hardware = f"CPU: {_cpu_name()}, {os.cpu_count()} cores, {threads} threads"

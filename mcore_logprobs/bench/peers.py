@@ -30,14 +30,11 @@ def _megatron_cross_entropies(target: Tensor) -> Peers:
         _started.append(parallel_state.destroy_model_parallel)
     group = parallel_state.get_tensor_model_parallel_group()
     column = target.unsqueeze(1)  # Megatron's layout is [s, b]
-
-    def own(z: Tensor) -> Tensor:
-        """Logits that Megatron may overwrite: its `float()` copies all but float32 ones."""
-        return (z.clone() if z.dtype == torch.float32 else z).unsqueeze(1)
-
     return {
-        "megatron": lambda z: vocab_parallel_cross_entropy(own(z), column),
-        "megatron fused": lambda z: fused_vocab_parallel_cross_entropy(own(z), column, group),
+        "megatron": lambda z: vocab_parallel_cross_entropy(z.unsqueeze(1), column),
+        "megatron fused": lambda z: fused_vocab_parallel_cross_entropy(
+            z.unsqueeze(1), column, group
+        ),
     }
 
 
@@ -62,8 +59,7 @@ def _liger_cross_entropy(target: Tensor) -> Peers:
     _cuda(target)
     from liger_kernel.transformers.functional import liger_cross_entropy
 
-    # It writes the gradient over its input in the forward: give it a copy, in its own time.
-    return {"liger (on a copy)": lambda z: liger_cross_entropy(z.clone(), target, reduction="sum")}
+    return {"liger": lambda z: liger_cross_entropy(z, target, reduction="sum")}
 
 
 def _quack_cross_entropy(target: Tensor) -> Peers:
@@ -82,7 +78,7 @@ def _te_cross_entropy(target: Tensor) -> Peers:
     column = target.unsqueeze(1)
     return {
         "transformer-engine": lambda z: parallel_cross_entropy(
-            z.unsqueeze(1).clone(), column, 0.0, False, group
+            z.unsqueeze(1), column, 0.0, False, group
         )
     }
 
@@ -129,7 +125,10 @@ def stop_megatron() -> None:
 
 
 def logits_peers(target: Tensor) -> tuple[Peers, dict[str, str]]:
-    """Functions `logits [n, V/TP] -> loss [n] or scalar`; and what is unavailable."""
+    """Functions `logits [n, V/TP] -> loss [n] or scalar`; and what is unavailable.
+
+    Some write over float32 logits in the forward, or the gradient over them.
+    """
     return _collect(
         target,
         {

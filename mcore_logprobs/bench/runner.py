@@ -29,7 +29,8 @@ class Contender:
             `differentiable` is False.
         inputs: what forward gets, and by what the backward differentiates.
         is_floor: a bare machine limit that others are divided by, not a way to do the work.
-        is_peer: somebody else's: if it raises, that is noted and the run goes on.
+        is_peer: somebody else's: if it raises, on any rank, that is noted and the run goes on.
+        overwrites: it may write over its inputs: each run gets copies, made before it is timed.
         check: the result's and gradients' error against float64, or None.
         backward: a floor's own backward; None: autograd's.
     """
@@ -40,8 +41,15 @@ class Contender:
     differentiable: bool = True
     is_floor: bool = False
     is_peer: bool = False
+    overwrites: bool = False
     check: Callable[[Tensor, Sequence[Tensor]], tuple[float, float]] | None = None
     backward: Callable[[], object] | None = None
+
+    def own_inputs(self) -> Sequence[Tensor]:
+        """What one run gets."""
+        if not self.overwrites:
+            return self.inputs
+        return [x.detach().clone().requires_grad_(x.requires_grad) for x in self.inputs]
 
 
 @dataclass
@@ -93,15 +101,20 @@ def measure(load: Workload, *, rounds: int, warmup: int) -> list[Measurement]:
     """Measure all contenders of a workload; a peer that raises is noted in `load.absent`."""
     results, alive = {}, []
     for contender in load.contenders:
+        reason = ""
         try:
-            _timed(contender)  # compiles
+            inputs = contender.own_inputs()
+            run_backward(contender, inputs, contender.forward(*inputs))  # compiles
             results[contender.name] = _inspect(contender)
-            alive.append(contender)
         except Exception as error:
             if not contender.is_peer:
                 raise
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            load.absent[contender.name] = reason[:200]
+        if _on_all_ranks(not reason, _device(contender)):
+            alive.append(contender)
+        else:
+            results.pop(contender.name, None)
+            load.absent[contender.name] = reason[:200] or "raised on another rank"
         release()
     if all(_device(contender).type == "cpu" for contender in alive):
         prefault(2 * max((result.peak or 0 for result in results.values()), default=0))
@@ -141,20 +154,29 @@ def _floors(load: Workload, results: dict[str, Measurement]) -> None:
             result.floor["backward"] = backward / result.least[1]
 
 
+def _on_all_ranks(here: bool, device: torch.device) -> bool:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return here
+    agreed = torch.tensor(int(here), device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return bool(agreed)
+
+
 def _timed(contender: Contender) -> tuple[float, float]:
+    inputs = contender.own_inputs()
     mark = _Clock(_device(contender))
-    out = contender.forward(*contender.inputs)
+    out = contender.forward(*inputs)
     middle = mark.lap()
-    run_backward(contender, out)
+    run_backward(contender, inputs, out)
     return middle, mark.lap()
 
 
-def run_backward(contender: Contender, out: Any) -> Sequence[Tensor]:
+def run_backward(contender: Contender, inputs: Sequence[Tensor], out: Any) -> Sequence[Tensor]:
     """A contender's backward, its own or autograd's; the gradients of the latter."""
     if contender.backward is not None:
         contender.backward()
     elif contender.differentiable:
-        return torch.autograd.grad(out, list(contender.inputs), upstream(out))
+        return torch.autograd.grad(out, list(inputs), upstream(out))
     return ()
 
 
@@ -205,18 +227,19 @@ def upstream(out: Tensor) -> Tensor:
 
 def _inspect(contender: Contender) -> Measurement:
     """One untimed run: peak memory, collectives, error."""
-    result = Measurement(contender.name, 0.0, None, 0.0, 0.0)
+    result, inputs = Measurement(contender.name, 0.0, None, 0.0, 0.0), contender.own_inputs()
     with Peak(_device(contender)) as peak:
-        out = contender.forward(*contender.inputs)
-        grads = run_backward(contender, out)
+        out = contender.forward(*inputs)
+        grads = run_backward(contender, inputs, out)
     if contender.is_floor:
         return result
     result.peak = peak.nbytes
     if contender.check is not None:
         result.error = contender.check(out.detach(), grads)
     if dist.is_initialized() and dist.get_world_size() > 1:
+        inputs = contender.own_inputs()
         with CollectivesMade() as made:
-            run_backward(contender, contender.forward(*contender.inputs))
+            run_backward(contender, inputs, contender.forward(*inputs))
         result.collectives, result.sent = made.names, made.nbytes
     return result
 

@@ -169,7 +169,7 @@ class AdaptiveEntropy(SuggestsFields):
         return replace(self, value=min(max(value, self.low), self.high), entropy=mean)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Aggregation(SuggestsFields):
     """sum over tokens of weights * loss, over denominator.
 

@@ -215,7 +215,8 @@ def test_no_contender_changes_what_the_others_get() -> None:
         load = case(shape)
         before = [x.detach().clone() for x in load.contenders[-1].inputs]
         for contender in load.contenders:
-            runner.run_backward(contender, contender.forward(*contender.inputs))
+            inputs = contender.own_inputs()
+            runner.run_backward(contender, inputs, contender.forward(*inputs))
             for x, y in zip(load.contenders[-1].inputs, before, strict=True):
                 assert torch.equal(x, y), contender.name
     stop_megatron()
@@ -266,13 +267,59 @@ def test_it_says_how_long_the_rest_will_take(monkeypatch):
 
 
 def test_rounds_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the one before them, which may compile."""
-    times = iter([(100.0, 100.0)] * 3 + [(1.0, 2.0), (3.0, 4.0), (2.0, 3.0)])
+    times = iter([(100.0, 100.0)] * 2 + [(1.0, 2.0), (3.0, 4.0), (2.0, 3.0)])
     monkeypatch.setattr(runner, "_timed", lambda contender: next(times))
     contender = Contender("doubles", lambda x: x * 2.0, [torch.ones(2, requires_grad=True)])
     (found,) = measure(Workload("a case", {}, [contender]), rounds=3, warmup=2)
     assert (found.forward, found.backward, found.both) == (2.0, 3.0, 5.0)
     assert found.least == (1.0, 2.0, 3.0)
+
+
+def peers_that_raise() -> tuple[list[str], dict[str, str]]:
+    """A peer that raises on one rank alone, between two that do not."""
+    x = torch.ones(3, requires_grad=True)
+
+    def on_one_rank(x: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return 2.0 * x
+
+    functions = {"first": lambda x: x + 1.0, "raises": on_one_rank, "last": lambda x: x - 1.0}
+    peers = [Contender(name, fn, [x], is_peer=True) for name, fn in functions.items()]
+    load = Workload("t", {}, peers)
+    return [found.name for found in measure(load, rounds=1, warmup=0)], load.absent
+
+
+def test_a_peer_that_raises_on_one_rank_is_left_out_on_all(ranks) -> None:
+    reasons = "raised on another rank", "RuntimeError: out of memory"
+    for reason, found in zip(reasons, ranks(2).run(peers_that_raise), strict=True):
+        assert found == (["first", "last"], {"raises": reason})
+
+
+def test_one_that_overwrites_its_input_gets_a_copy_before_the_clock_starts(monkeypatch) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    given = x.detach().clone()
+    seen: list[torch.Tensor] = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, z: torch.Tensor) -> torch.Tensor:
+            seen.append(z.detach())
+            return z.mul_(2.0).sum(-1)
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            return grad.unsqueeze(-1).expand(4, 8).clone()
+
+    calls: list[str] = []
+    own, clock = Contender.own_inputs, runner._Clock
+    monkeypatch.setattr(Contender, "own_inputs", lambda c: calls.append("copy") or own(c))
+    monkeypatch.setattr(runner, "_Clock", lambda device: calls.append("clock") or clock(device))
+    contender = Contender("doubles", Doubled.apply, [x], overwrites=True)
+    measure(Workload("t", {}, [contender]), rounds=2, warmup=1)
+    assert torch.equal(x, given)
+    assert all(torch.equal(z, 2.0 * given) for z in seen)
+    assert calls[-6:] == ["copy", "clock"] * 3
 
 
 def lap_of_a_late_rank() -> float:
