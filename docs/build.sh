@@ -5,7 +5,7 @@
 # link among them, fails the build.
 #   PYTHON=python3.12    the interpreter to make it with
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 env=build/docs-env
 wanted=$(sed -n '/^docs = \[/,/^\]/p' pyproject.toml)

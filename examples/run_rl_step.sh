@@ -3,7 +3,7 @@
 # Sets up .venv first. Arguments go to rl_step.py; --config, --tp, --cp and --pp set the number of
 # processes too (NPROC=n for more: data parallelism).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {  # needs no environment; tests/examples/test_command_line.py compares it with the parser's flags
     cat <<'TEXT'
@@ -60,7 +60,8 @@ case " $* " in *" --print-processes "*) echo "$needs"; exit 0 ;; esac
 read -r processes engine device <<<"$needs"
 [ "$device" = cuda ] || export CUDA_VISIBLE_DEVICES=  # a CPU run on a machine with GPUs, too
 nproc=${NPROC:-$processes}
-if [ "$engine" != transformers ] && ! source examples/setup_env.sh vllm; then
+case $engine in transformers | elsewhere) adds="" ;; *) adds=yes ;; esac
+if [ -n "$adds" ] && ! source examples/setup_env.sh vllm; then
     [ "$engine" = auto ] || { echo "run_rl_step.sh: vLLM could not be installed" >&2; exit 1; }
     echo "run_rl_step.sh: vLLM could not be installed; transformers rolls out" >&2
 fi

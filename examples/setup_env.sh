@@ -11,7 +11,7 @@
 
 _setup_env() {
     local root venv python torch stamp wanted
-    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return 1
+    root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return 1
     venv=$root/.venv
     python=${PYTHON:-python3}
     torch=${TORCH:-torch==2.13.0}

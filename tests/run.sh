@@ -8,7 +8,7 @@
 # bash tests/run.sh --matrix [--main CHECKOUT]: instead, what holds on each Megatron-Core release, into docs/releases.md.
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 case ${1:-} in
     -h | --help)  # what stands above, without an environment
         sed -n '2,/^[^#]/s/^# //p' tests/run.sh

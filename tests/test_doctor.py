@@ -89,6 +89,13 @@ NEXT = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
             24,
             "MISTAKE labels: expected some that count, got ignore_index (-100) at",
         ),
+        # Some of eleven are shifted twice, and most of them.
+        (NEXT.where(IDS % 6 != 1, IDS + 2), 99, "82% are the next one"),
+        (
+            NEXT.where(IDS % 12 < 4, IDS + 2),
+            99,
+            "after that at 60% of the positions; shift them once",
+        ),
         (
             NEXT.flip(0),
             24,
@@ -97,7 +104,7 @@ NEXT = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
     ],
     ids=[
         *("right", "size not known", "masked", "not shifted", "shifted twice", "shifted back"),
-        *("outside", "inputs outside", "none counts", "of other rows"),
+        *("outside", "inputs outside", "none counts", "some twice", "most twice", "of other rows"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["pt", "npz"])

@@ -150,6 +150,17 @@ def test_other_arguments_on_a_rank_raise_on_every_rank(ranks, level):
                 assert made == []
 
 
+def other_numbers_of_answers() -> str:
+    consistency._agreed.clear()
+    options = {"mode": "prompt", "answers": 3 if dist.get_rank() else 2}
+    return refusal("aggregation", {"mask": torch.ones(6, 8), **options})
+
+
+def test_other_numbers_of_answers_raise_on_every_rank(ranks):
+    for said in ranks(2).run(other_numbers_of_answers, timeout=20):
+        assert said.startswith("answers: expected the same on every rank of the group, got 2 on")
+
+
 def another_operation() -> str:
     consistency._agreed.clear()
     return refusal("aggregation" if dist.get_rank() else "kto_reference", {})

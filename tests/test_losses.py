@@ -54,6 +54,19 @@ def test_k3_keeps_its_digits_near_equality():
     torch.testing.assert_close(losses.kl_k3(p, q).double(), exact, rtol=1e-2, atol=1e-12)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 3e-13)])
+def test_k3_and_its_gradient_keep_their_digits_at_every_distance(dtype, bound):
+    x = torch.logspace(-9, 1, 500, dtype=dtype)
+    x = torch.cat([-x.flip(0), x])
+    p = (-x).requires_grad_()
+    terms = [[v**n / math.factorial(n) for n in range(2, 60)] for v in x.tolist()]
+    exact = torch.tensor(list(map(math.fsum, terms)), dtype=torch.float64)
+    value = losses.kl_k3(p, torch.zeros_like(x))
+    (grad,) = torch.autograd.grad(value.sum(), p)
+    assert (value / exact - 1).abs().max() < bound
+    assert (grad / -torch.expm1(x.double()) - 1).abs().max() < bound
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_k3_never_leads_away_from_the_reference(dtype):
     """Where q/p is past the dtype's range there is no gradient, not that of -log q/p alone."""

@@ -75,6 +75,14 @@ def test_rejection_at_the_edge_of_certainty():
         assert found.isnan().all()
 
 
+def test_binary_rejection_takes_the_larger_divergence_of_both_ways():
+    """0.143 and 0.045, either way round."""
+    x, mask = torch.tensor([[-0.05, -0.001]]), torch.ones(1, 2)
+    for high, kept in ((0.1, 0.0), (0.2, 1.0)):
+        found = losses.rejection_mask(x.flip(1), x, mask, high=high, estimator="binary")
+        assert found.tolist() == [[kept, kept]]
+
+
 @pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
 def test_rejection_of_sequences_without_tokens(level: str) -> None:
     for shape in ((3, 0), (0, 4)):

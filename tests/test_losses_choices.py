@@ -105,6 +105,27 @@ def test_a_batch_without_a_token_and_one_with_a_nan():
         assert all(tensor.isfinite().all() for tensor in found.values())
 
 
+@pytest.mark.parametrize("loss", [losses.KLCovLoss(share=0.2), losses.ClipCovLoss(share=1.0)])
+def test_impossible_tokens_leave_the_mean_alone(loss):
+    """What the other tokens' covariance is does not depend on how many are impossible."""
+    generator = torch.Generator().manual_seed(2)
+    new = torch.randn(4, 10, generator=generator) - 3.0
+    advantages = torch.where(torch.arange(10) < 5, 1.0, -1.0).expand(4, 10)
+    out = torch.arange(10) % 5 == 0  # as many with either advantage
+    mask = torch.ones(4, 10)
+    never = new.masked_fill(out, -torch.inf)
+    some = loss.second_pass(never, never, advantages, mask)
+    ours = torch.where(out, torch.nan, new)
+    covariance = (ours - ours.nanmean()) * advantages
+    name = "chosen" if "chosen" in some else "advantages"
+    picked = some[name].bool() if name == "chosen" else some[name] == 0.0
+    if name == "chosen":
+        assert picked.sum() == 8
+        assert covariance[picked].min() > covariance[~picked & ~out].max()
+    else:
+        assert torch.equal(picked, (covariance > 1.0) & (covariance < 5.0))
+
+
 class _Varying(TorchDispatchMode):
     """Refuses what raises on a GPU under torch.use_deterministic_algorithms(True)."""
 

@@ -48,6 +48,12 @@ def test_branches(multiple: int) -> None:
         assert ones.sum() == sum(len(b) - 1 for b in branches)
 
 
+def test_each_token_has_the_sum_of_its_own_branches() -> None:
+    tree = PrefixTree.from_branches([[5, 6, 7], [5, 6, 8, 9]])
+    values = [torch.tensor([1.0, 10.0]), torch.tensor([2.0, 20.0, 30.0])]
+    assert tree.sum_of_branches(values).tolist() == [3.0, 10.0, 20.0, 30.0]
+
+
 def test_parents() -> None:
     #     5 - 6 - 7        ids; given out of order
     #          \\ 8 - 9

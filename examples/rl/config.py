@@ -262,7 +262,9 @@ def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
             raise SetupError(f"NPROC: expected a number of processes, got {given!r}")
         validate(config, int(given))
         validate_model(config, llama_config(config.model))
-        print(processes, config.rollout.engine, config.device)
+        # An engine in an environment of its own needs nothing added to this one.
+        engine = "elsewhere" if config.rollout.python else config.rollout.engine
+        print(processes, engine, config.device)
         raise SystemExit(0)
     validate(config, int(os.environ.get("WORLD_SIZE", 1)))
     return config, args

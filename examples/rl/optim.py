@@ -23,24 +23,41 @@ def make_optimizer(config: RunConfig, model: Any, device: torch.device) -> Any:
 
 
 class CpuAdamW:
-    """torch.optim.AdamW over the gradients that Megatron's DDP summed into `main_grad`."""
+    """torch.optim.AdamW over the gradients that Megatron's DDP summed into `main_grad`.
+
+    Steps of a bfloat16 model are made on float32 copies of its parameters: a step is mostly smaller
+    than the last bit of what it changes.
+    """
 
     def __init__(self, section: OptimizerSection, model: Any) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]
         self.clip_grad = section.clip_grad
         betas, decay = (section.beta1, section.beta2), section.weight_decay
-        self.adamw = torch.optim.AdamW(self.params, section.lr, betas, weight_decay=decay)
-        self.state_dict, self.load_state_dict = self.adamw.state_dict, self.adamw.load_state_dict
+        self.adamw = torch.optim.AdamW(self.masters, section.lr, betas, weight_decay=decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        pairs = zip(self.params, self.masters, strict=True)
+        copies = {i: master for i, (p, master) in enumerate(pairs) if master is not p}
+        return self.adamw.state_dict() | {"masters": copies}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        for i, master in state.get("masters", {}).items():
+            self.masters[i].copy_(master)
 
     def step(self) -> float:
         """Clips by the norm over the whole model, steps, and returns that norm."""
         norm = check_norm(global_grad_norm(self.params))
         scale = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
-        for param in self.params:
-            param.grad = param.main_grad.mul_(scale).to(param.dtype)
+        pairs = list(zip(self.params, self.masters, strict=True))
+        for param, master in pairs:
+            master.grad = param.main_grad.mul_(scale).to(master.dtype)
         self.adamw.step()
-        for param in self.params:
-            param.grad = None
+        for param, master in pairs:
+            master.grad = None
+            if master is not param:
+                param.data.copy_(master)
         return norm
 
 

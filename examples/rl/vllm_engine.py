@@ -134,6 +134,7 @@ class VllmEngine:
             group_size=group_size,
             seed=seed,
             max_kept=kept,
+            vocab_size=self.model.config.vocab_size,
             sampling={
                 "temperature": rollout.temperature,
                 "top_p": rollout.top_p,

@@ -78,10 +78,17 @@ class Server:
         runner.model.compute_logits = recording
 
     def generate(
-        self, prompts: list[list[int]], group_size: int, seed: int, max_kept: int, sampling: dict
+        self,
+        prompts: list[list[int]],
+        group_size: int,
+        seed: int,
+        max_kept: int,
+        vocab_size: int,
+        sampling: dict,
     ) -> list[dict[str, Any]]:
         """Answers in the order of prompts, group after group; each with its tokens' log-probability
-        and, with max_kept, the ids that the filters kept (None where they are that many)."""
+        and, with max_kept, the ids that the filters kept (None where there may be more than those
+        reported)."""
         from vllm import SamplingParams
 
         if self.asleep:
@@ -99,7 +106,7 @@ class Server:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    answer = self._answer(output.outputs[0], max_kept)
+                    answer = self.answer(output.outputs[0], max_kept, vocab_size)
                     rows = self.hidden.get(output.request_id, [])[: len(answer["tokens"])]
                     answer["hidden"] = [row.tolist() for row in rows]
                     answers[int(output.request_id)] = answer
@@ -113,12 +120,12 @@ class Server:
             self.asleep = True
 
     @staticmethod
-    def _answer(output: Any, max_kept: int) -> dict[str, Any]:
+    def answer(output: Any, max_kept: int, vocab_size: int) -> dict[str, Any]:
         logprobs, kept = [], []
         for token, entries in zip(output.token_ids, output.logprobs, strict=True):
             logprobs.append(entries[token].logprob)
             finite = [i for i, entry in entries.items() if entry.logprob > -math.inf]
-            kept.append(finite if len(finite) < max_kept else None)
+            kept.append(finite if len(finite) < max_kept or max_kept >= vocab_size else None)
         return {"tokens": list(output.token_ids), "logprobs": logprobs, "kept": kept}
 
 

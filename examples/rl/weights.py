@@ -23,6 +23,13 @@ from torch import Tensor
 from .config import RunConfig, SetupError
 from .layout import Layout, on_main
 
+# Of Llama 3's rotary positions Megatron takes the factor alone.
+_LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def build_gpt_model(llama: Any, config: RunConfig, layout: Layout) -> Any:
     """This rank's part of the model: on a CPU with `mcore_logprobs.cpu_megatron`'s layers, on a GPU
@@ -36,6 +43,9 @@ def build_gpt_model(llama: Any, config: RunConfig, layout: Layout) -> Any:
     extra = {}
     if rope_type == "llama3":
         extra = {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        for name, built_in in _LLAMA3_ROPE.items():
+            if rope.get(name, built_in) != built_in:
+                raise SetupError(f"rotary positions: expected {name} {built_in}, got {rope[name]}")
     elif rope_type != "default":
         raise SetupError(f"rotary positions of type {rope_type!r} are not covered")
     if getattr(llama, "attention_bias", False) or getattr(llama, "mlp_bias", False):

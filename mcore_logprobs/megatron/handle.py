@@ -396,7 +396,8 @@ class PatchHandle:
         """For calls in this block, without labels: sample a token at every position.
 
         The model returns (ids int64, log-probabilities float32) `[b, s]`, without gradient, as
-        `linear_sample` does. The ids are the same at every tensor-parallel size.
+        `linear_sample` does. The ids are the same at every tensor-parallel size, unless a filter's
+        cut lies within rounding.
 
         Args:
             seed: as in `vocab_parallel_sample`: the same on the ranks of a tensor-parallel group,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import shutil
@@ -259,6 +260,13 @@ def test_print_processes(monkeypatch, capsys) -> None:
         _main(monkeypatch, ["--config", "configs/tiny-cpu.yaml", "--print-processes"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == "4 auto cpu\n"
+    config = load_config(ROOT / "configs" / "tiny-cpu.yaml")
+    rollout = dataclasses.replace(config.rollout, python="/opt/vllm/bin/python")
+    elsewhere = dataclasses.replace(config, rollout=rollout)
+    monkeypatch.setattr("rl.config.load_config", lambda path: elsewhere)
+    with pytest.raises(SystemExit):
+        _main(monkeypatch, ["--config", "configs/tiny-cpu.yaml", "--print-processes"])
+    assert capsys.readouterr().out == "4 elsewhere cpu\n"  # nothing is added to this environment
 
 
 def test_a_checkout_in_a_path_with_spaces_is_refused_before_anything_is_made(tmp_path) -> None:
@@ -267,9 +275,14 @@ def test_a_checkout_in_a_path_with_spaces_is_refused_before_anything_is_made(tmp
     scripts.mkdir(parents=True)
     for name in ("run_rl_step.sh", "setup_env.sh"):
         shutil.copy(ROOT / "examples" / name, scripts)
-    done = subprocess.run(["bash", scripts / "run_rl_step.sh"], capture_output=True, text=True)
+    # `cd` prints where it goes under CDPATH.
+    environment = {**os.environ, "CDPATH": str(scripts.parent)}
+    command = ["bash", "examples/run_rl_step.sh"]
+    done = subprocess.run(
+        command, cwd=scripts.parent, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 1
-    assert f"expected a path without spaces, got {scripts.parent}" in done.stderr
+    assert f"expected a path without spaces, got {scripts.parent}:" in done.stderr
     assert [path.name for path in scripts.parent.iterdir()] == ["examples"]
 
 

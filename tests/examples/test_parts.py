@@ -11,19 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from rl import optim
 from rl.config import (
     GrpoSection,
+    OptimizerSection,
     RolloutSection,
     RunConfig,
     SetupError,
     TaskSection,
+    llama_config,
     load_config,
 )
 from rl.data import IGNORE, group_advantages, kept_ids, make_batch, make_task
 from rl.evaluate import Evaluation, Evaluator, Questions
+from rl.optim import CpuAdamW
 from rl.report import Reporter, StepRecord, plot_run, run_steps
 from rl.rollout import LetterTokenizer, RolloutEngine, Sample, left_pad
-from rl.weights import Sizes, Slot, slot_of, to_megatron, to_transformers
+from rl.vllm_server import Server
+from rl.weights import Sizes, Slot, build_gpt_model, slot_of, to_megatron, to_transformers
 
 from mcore_logprobs.losses import OBJECTIVES
 from tests.helpers.documents import ROOT
@@ -46,6 +51,57 @@ def test_labels_are_the_next_tokens_of_the_answer() -> None:
     torch.testing.assert_close(batch.rollout_logprobs[0, 2:4], torch.tensor([-0.1, -0.2]))
     assert batch.advantages[0].tolist() == [0, 0, 2, 2, 0, 0, 0, 0]
     assert batch.mask.sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("max_kept", "kept"), [(3, [None, [1, 0]]), (4, [[2, 0, 1, 3], [1, 0]])], ids=["cut", "whole"]
+)
+def test_a_record_of_the_whole_vocabulary_is_complete(max_kept, kept) -> None:
+    """Of four ids: under `max_kept` of 3 a fourth may be missing, under 4 none can."""
+    entries = [{2: -0.5, 0: -1.0, 1: -2.0, 3: -3.0}, {1: -0.1, 0: -2.3, 2: -torch.inf}]
+    if max_kept == 3:
+        del entries[0][3]
+    output = SimpleNamespace(
+        token_ids=[0, 1],
+        logprobs=[{i: SimpleNamespace(logprob=x) for i, x in row.items()} for row in entries],
+    )
+    assert Server.answer(output, max_kept, vocab_size=4)["kept"] == kept
+
+
+def test_small_steps_of_a_bfloat16_model_add_up(monkeypatch) -> None:
+    """100 steps of 1e-4, each far below the last bit of a weight near 1; also after a resume."""
+    monkeypatch.setattr(optim, "global_grad_norm", lambda params: 1.0)
+    section = OptimizerSection(lr=1e-4)
+
+    def steps(optimizer: CpuAdamW, count: int) -> None:
+        for _ in range(count):
+            for param in optimizer.params:
+                param.main_grad = torch.ones(param.shape)
+            optimizer.step()
+
+    def made() -> CpuAdamW:
+        layer = torch.nn.Linear(3, 2).bfloat16()
+        torch.nn.init.ones_(layer.weight)
+        torch.nn.init.ones_(layer.bias)
+        return CpuAdamW(section, layer)
+
+    straight, before, after = made(), made(), made()
+    steps(straight, 100)
+    assert straight.params[0].dtype == torch.bfloat16
+    for param in straight.params:
+        torch.testing.assert_close(param.float(), torch.full(param.shape, 0.99), atol=2e-3, rtol=0)
+    steps(before, 60)
+    after.load_state_dict(before.state_dict())
+    steps(after, 40)
+    assert all(map(torch.equal, after.params, straight.params))
+
+
+def test_rotary_positions_that_megatron_has_not_are_refused() -> None:
+    llama = llama_config(RunConfig().model)
+    scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
+    llama.rope_parameters = scaled | {"original_max_position_embeddings": 32}
+    with pytest.raises(SetupError, match="expected original_max_position_embeddings 8192, got 32"):
+        build_gpt_model(llama, RunConfig(), None)
 
 
 def test_a_draw_is_another_one_each_step_and_the_same_again_after_a_resume() -> None:

@@ -126,7 +126,7 @@ def step(model: Any, batch: dict[str, Any], **call: Any) -> tuple[Any, dict[str,
 def relative(got: Tensor, expected: Tensor) -> float:
     """Largest difference over the largest expected value; inf where anything is not finite."""
     assert got.shape == expected.shape, (got.shape, expected.shape)
-    if not torch.isfinite(got).all():
+    if not (torch.isfinite(got).all() and torch.isfinite(expected).all()):
         return float("inf")
     scale = expected.double().abs().max().clamp(min=1e-30)
     return ((got.double() - expected.double()).abs().max() / scale).item()

@@ -62,6 +62,16 @@ def mistakes() -> None:
             handle.divergence(teacher_topk=(logprobs, ids[..., 1:]), teacher_temperature=2.0),
         ):
             pass
+        for name, value in (("logit_scale", 0.5), ("softcap", 5.0), ("bias", torch.ones(VOCAB))):
+            with (
+                pytest.raises(
+                    ValueError, match=f"teacher_{name}: expected the default with teacher"
+                ),
+                handle.divergence(
+                    teacher_topk=(logprobs, ids[..., 1:]), **{f"teacher_{name}": value}
+                ),
+            ):
+                pass
         handle.remove()
 
 

@@ -324,7 +324,8 @@ def pair_sums_kernel(
             value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND
         )  # fmt: skip
 
-    nan = (max_s + log_s + max_t + log_t) * 0.0  # of a row that holds one, else 0
+    # Of a row that holds one, else 0; a sum of maxima might overflow.
+    nan = max_s * 0.0 + log_s * 0.0 + max_t * 0.0 + log_t * 0.0
     out = out_ptr + split.to(tl.int64) * 2 * rows + row
     tl.store(out, tl.sum(value, 0) + nan)
     tl.store(out + rows, tl.sum(inner, 0) + nan)
