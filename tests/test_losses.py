@@ -47,6 +47,25 @@ def test_kl_estimators_estimate_the_kl():
     assert torch.allclose(in_reward, gradient(reverse))
 
 
+def test_a_sequence_that_was_impossible_has_no_part_in_vespo():
+    """Under the old policy: log w is inf, and inf - inf is not met."""
+    new = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    log_w, advantages = torch.full((1, 2), torch.inf), torch.full((1, 2), 1.5)
+    value = losses.VESPOLoss()(new, None, log_w, advantages)
+    value.sum().backward()
+    assert (value == 0).all()
+    assert (new.grad == 0).all()
+
+
+def test_the_reference_of_kto_gets_no_gradient():
+    chosen, reference = (torch.tensor([-3.0, -2.0], requires_grad=True) for _ in range(2))
+    loss = losses.kto_loss(chosen, reference, torch.tensor([True, False]), 0.1)
+    loss.sum().backward()
+    assert chosen.grad.all()
+    assert reference.grad is None or not reference.grad.any()
+    assert losses.kto_reference(torch.zeros(0), torch.zeros(0)).item() == 0.0
+
+
 def test_k3_keeps_its_digits_near_equality():
     p = torch.full((3,), -1.0)
     q = p + torch.tensor([1e-3, 1e-4, 0.0])
