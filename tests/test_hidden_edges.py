@@ -394,3 +394,25 @@ def test_single_logits_are_rounded_as_blocks_are() -> None:
     found = linear_gather(hidden, weight, ids, logits_dtype=torch.bfloat16)
     assert torch.equal(found, found.bfloat16().float())
     assert not torch.equal(found, linear_gather(hidden, weight, ids))
+
+
+def test_a_float16_policy_loss_in_several_tiles_with_a_temperature_per_token() -> None:
+    """What keeps dLogits within float16 is each tile's own."""
+    hidden = torch.randn(6, 8).half().requires_grad_()
+    weight = (torch.randn(16, 8) / 3).half().requires_grad_()
+    temperature, target = torch.linspace(0.5, 2.0, 6), torch.arange(6)
+    factors = torch.linspace(-1, 2, 6)
+    loss, _ = linear_policy_loss(
+        *(hidden, weight, target, lambda logprobs, entropy, f: logprobs * f, factors),
+        temperature=temperature,
+        chunk_size=2,
+    )
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    z = exact[0] @ exact[1].t() / temperature.double().unsqueeze(1)
+    expected = (z.log_softmax(-1)[torch.arange(6), target] * factors).sum()
+    found, wanted = (
+        torch.autograd.grad(value, leaves)
+        for value, leaves in ((loss, (hidden, weight)), (expected, exact))
+    )
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=3e-3, atol=3e-3)

@@ -5,6 +5,7 @@ What `doctor` says of it stands at the end.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mcore_logprobs import linear_policy_loss, linear_token_stats
 from mcore_logprobs.debug import doctor, invariance
+from mcore_logprobs.kernels import budgets
 from mcore_logprobs.kernels.inductor import INVARIANT
 from mcore_logprobs.kernels.products import product
 from mcore_logprobs.kernels.stats import merge
@@ -267,3 +269,20 @@ def test_doctor_prints_it() -> None:
     assert "cpu: 18 of 18 checks found them" in doctor.as_text(report)
     report["invariant_segments"]["cpu"]["logits float32 forward across TP"] = False
     assert "NOT logits float32 forward across TP" in doctor.as_text(report)
+
+
+def in_tiles(given: Any, **options: Any) -> Any:
+    """Of a policy loss that holds eight rows at a time."""
+    held = 4 * NARROW["vocab"] * 8
+    few = replace(budgets.CPU, held_bytes=held, held_rows=1, max_held_bytes=held, row_step=1)
+    with budgets.use(few):
+        return stats_and_gradients(given, **options)
+
+
+def test_a_policy_loss_in_several_tiles_is_the_same_bits_at_any_tensor_parallel_size(
+    ranks: Any,
+) -> None:
+    given = inputs(29, NARROW, torch.float32)
+    options = {"vocab_size": NARROW["vocab_size"], "invariant_segments": SEGMENTS, "policy": True}
+    found = [joined(on_ranks(ranks, tp, in_tiles, given, **options)) for tp in (1, 2)]
+    assert_same_bits(found[1], found[0], "TP 2")

@@ -412,3 +412,22 @@ def test_a_shape_is_not_changed_in_place(name: str) -> None:
     with pytest.raises(RuntimeError, match=f"such as {name[:-1]}, got {name}"):
         getattr(logits, name)(*arguments)
     assert logits.shape == (S, B, V)
+
+
+def test_a_softcap_of_the_call_comes_behind_the_layer_s_bias() -> None:
+    hidden, weight, bias = torch.randn(3, 2, 4), torch.randn(6, 4), torch.randn(6)
+    target = torch.arange(6).view(3, 2)
+    z = 2.0 * torch.tanh((hidden @ weight.t() + bias) / 2.0)
+    expected = z.log_softmax(-1).gather(-1, target.unsqueeze(-1))[..., 0]
+    logits = lazy_logits(hidden, weight, bias=bias)
+    torch.testing.assert_close(ours.vocab_parallel_logprobs(logits, target, softcap=2.0), expected)
+
+
+def test_a_temperature_that_learns_gets_its_gradient() -> None:
+    hidden, weight = torch.randn(3, 2, 4), torch.randn(6, 4)
+    target, grads = torch.arange(6).view(3, 2), []
+    for logits in (lazy_logits(hidden, weight), hidden @ weight.t()):
+        temperature = torch.tensor([[[2.0], [0.5]]], requires_grad=True)
+        logprobs = ours.vocab_parallel_logprobs(logits / temperature, target)
+        grads += torch.autograd.grad(logprobs.sum(), temperature)
+    torch.testing.assert_close(*grads)

@@ -210,3 +210,15 @@ def test_a_changing_structure_is_refused():
 
     with pytest.raises(ValueError, match="structure and dtypes that its first call gave"):
         linear_map(hidden, weight, fn, chunk_size=3)
+
+
+def test_a_map_that_has_nothing_to_do_in_its_last_tile_learns() -> None:
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3)
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0])
+
+    def fn(z: Tensor, mask: Tensor) -> Tensor:
+        return z.sum(-1) * mask if mask.any() else z.new_zeros(len(mask))
+
+    result = linear_map(hidden, weight, fn, mask, chunk_size=2)
+    (grad,) = torch.autograd.grad(result.sum(), hidden)
+    torch.testing.assert_close(grad, mask.unsqueeze(1) * weight.sum(0))

@@ -549,3 +549,49 @@ def test_a_wider_per_token_tensor_keeps_its_digits(dtype):
     (got,) = torch.autograd.grad(loss, logprobs, upstream.to(loss.dtype))
     (want,) = torch.autograd.grad(exact, new, upstream)
     torch.testing.assert_close(got, want.to(dtype))
+
+
+# ---- spoilt and impossible tokens ----------------------------------------------------------------
+
+
+def test_what_a_nan_ratio_clips() -> None:
+    new, old = torch.tensor([-torch.inf, -torch.inf, -1.0]), torch.tensor([-torch.inf] * 2 + [-2.0])
+    found = losses.clip_fraction(new, old, torch.tensor([0.0, 1.0, 1.0]))
+    assert found[0] == 0.0
+    assert found[1].isnan()
+    assert found[2] == 1.0
+
+
+def test_a_nan_ratio_has_a_nan_gradient() -> None:
+    new = torch.tensor([torch.nan, -1.0], requires_grad=True)
+    loss = losses.ClippedLoss()(new, None, torch.full((2,), -1.0), torch.ones(2))
+    (grad,) = torch.autograd.grad(loss.sum(), new)
+    assert loss[0].isnan()
+    assert grad[0].isnan()
+    assert grad[1] == -1.0
+
+
+def test_a_nan_token_of_weight_0_has_no_gradient() -> None:
+    new = torch.tensor([torch.nan, -1.0], requires_grad=True)
+    loss = losses.WeightedLoss(losses.ImportanceLoss())
+    value = loss(new, None, torch.full((2,), -1.0), torch.ones(2), torch.tensor([0.0, 2.0]))
+    (grad,) = torch.autograd.grad(value.sum(), new)
+    assert value.tolist() == grad.tolist() == [0.0, -2.0]
+
+
+def test_divergence_from_what_is_impossible_is_inf_without_a_gradient() -> None:
+    new = torch.tensor([-1.0], requires_grad=True)
+    value = losses.kl_k3(new, torch.tensor([-torch.inf]))
+    (grad,) = torch.autograd.grad(value.sum(), new)
+    assert (value.item(), grad.item()) == (math.inf, 0.0)
+    for kl in (losses.kl_k2, losses.kl_k3):
+        assert kl(torch.tensor([-torch.inf]), torch.tensor([-1.0])).item() == math.inf
+
+
+def test_bounds_that_meet() -> None:
+    cispo = losses.CISPOLoss(clip_low=0.1, clip_high=-0.1)
+    one = torch.tensor([-1.0])
+    assert cispo(one, None, one - 2.0, torch.tensor([2.0])).item() == pytest.approx(1.8)
+    dppo = losses.DPPOLoss(low=0.0, high=0.0)
+    for advantage in (1.0, -1.0):  # on policy: no token is outside
+        assert dppo(one, None, one, torch.tensor([advantage])).item() == advantage

@@ -90,3 +90,12 @@ def test_rows_without_a_distribution(options):
 def test_no_gradient():
     logits = torch.randn(3, 5, requires_grad=True)
     assert not vocab_parallel_sample(logits, seed=0)[1].requires_grad
+
+
+@pytest.mark.parametrize("temperature", [0.0, torch.zeros(2)], ids=["number", "rows"])
+def test_a_greedy_token_of_a_spoilt_row(temperature: float | Tensor) -> None:
+    rows = torch.tensor([[0.0, math.nan, 1.0], [-math.inf] * 3])
+    ids, logprobs = vocab_parallel_sample(rows, seed=1, temperature=temperature)
+    assert ids.tolist() == [1, 0]
+    assert logprobs[0].isnan()
+    assert logprobs[1] == -math.inf
