@@ -1,4 +1,4 @@
-"""Filters and sampler's records where an entry, a block or a row has nothing: against plain torch."""
+"""Filters and samplers' records where an entry, a block or a row has nothing, beside plain torch."""
 
 from __future__ import annotations
 

@@ -186,6 +186,24 @@ def test_mistakes(ranks):
     ranks(1).run(mistakes)
 
 
+def beside_a_policy_loss() -> list[bool]:
+    """Whether filtered statistics beside a policy loss ask for a gradient, and the loss."""
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        with (
+            patch_model(model, LogprobConfig(top_k=5, entropy=True)) as handle,
+            handle.policy_loss(lambda logprobs, _: -logprobs.clamp(min=-9.0), denominator=1.0),
+        ):
+            stats = model(**batch["inputs"], labels=batch["labels"] % 9)
+        found = stats.logprobs, stats.entropy, stats.policy_loss
+        return [x.requires_grad for x in found]
+
+
+def test_filtered_statistics_beside_a_policy_loss_have_no_gradient(ranks) -> None:
+    assert ranks(1).run(beside_a_policy_loss) == [[False, False, True]]
+
+
 def test_label_smoothing_goes_with_no_filter() -> None:
     with pytest.raises(ValueError, match="label_smoothing: expected 0"):
         LogprobConfig(label_smoothing=0.1, top_p=0.9)
