@@ -1,4 +1,4 @@
-"""Filters and samplers' records where an entry, a block or a row has nothing, beside plain torch."""
+"""Filters and records of samplers where a row, block or entry has nothing, beside plain torch."""
 
 from __future__ import annotations
 
