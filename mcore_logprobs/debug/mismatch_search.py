@@ -310,6 +310,14 @@ class Rows:
         values = torch.cat(parts).double().cpu()
         return torch.where(known, values, torch.nan)
 
+    def _filters(self, *, looser: bool = False) -> dict[str, Any]:
+        """The sampler's; looser: that keep a quarter more ids, left-out mass, and below the limit."""
+        top_k, top_p, min_p = self.top_k, self.top_p, self.min_p
+        if looser:
+            top_k = top_k + -(-top_k // 4) if top_k is not None and top_k > 0 else top_k
+            top_p, min_p = top_p + (1.0 - top_p) / 4, min_p * 0.75
+        return {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+
     def _source(self, settings: Settings) -> Source:
         source: Source | None = self.fresh
         if settings.stale_weights:
@@ -332,28 +340,15 @@ class Rows:
             "tp_group": self.tp_group,
         }
         if settings.filter_applied and len(self.choices("filter_applied")) > 1:
-            filters: dict[str, Any] = {
-                "top_k": self.top_k,
-                "top_p": self.top_p,
-                "min_p": self.min_p,
-            }
-            values = vocab_parallel_sampling_logprobs(z, target, **filters, **options)
+            values = vocab_parallel_sampling_logprobs(z, target, **self._filters(), **options)
             if not search:
                 return values
             # Noise carries a few tokens over the cut, and at CAP each they would outweigh all
             # others. A side without the filter reports tokens far outside of it.
-            looser = vocab_parallel_sampling_logprobs(z, target, **_looser(**filters), **options)
-            return torch.where(values.isneginf(), looser, values)
+            filters = self._filters(looser=True)
+            near = vocab_parallel_sampling_logprobs(z, target, **filters, **options)
+            return torch.where(values.isneginf(), near, values)
         return vocab_parallel_gather(z, target[:, None], log_softmax=True, **options)[:, 0]
-
-
-def _looser(top_k: int | None, top_p: float, min_p: float) -> dict[str, Any]:
-    """Filters that keep a quarter more: ids, of the mass that is left out, and below the limit."""
-    return {
-        "top_k": top_k + -(-top_k // 4) if top_k is not None and top_k > 0 else top_k,
-        "top_p": top_p + (1.0 - top_p) / 4,
-        "min_p": min_p * 0.75,
-    }
 
 
 def distance(a: Tensor, b: Tensor) -> float:
