@@ -281,18 +281,21 @@ class Rows:
 
     def _error(self, settings: Settings, wanted: Tensor, positions: Tensor) -> float:
         """Mean |difference| over the tokens, each capped; infinite where most cannot be known."""
-        got = self.logprobs(settings, positions, search=True)
+        got = self.logprobs(settings, positions, wanted)
         known = ~got.isnan()
         if 2 * int(known.sum()) < len(wanted):
             return math.inf
         return distance(got[known], wanted[known])
 
     @torch.no_grad()
-    def logprobs(self, settings: Settings, positions: Tensor, *, search: bool = False) -> Tensor:
+    def logprobs(
+        self, settings: Settings, positions: Tensor, reported: Tensor | None = None
+    ) -> Tensor:
         """float64 [positions] on the CPU; NaN where a neighbor's label is not known.
 
         Args:
-            search: tokens just outside a filter have the value of a filter that keeps them.
+            reported: `[positions]`; where they are finite, a token just outside a filter has the
+                value of one that keeps it.
         """
         row_offset, label_offset = OFFSETS[settings.alignment]
         row, row_inside = self.batch.neighbor(positions, row_offset)
@@ -306,12 +309,13 @@ class Rows:
         for start in range(0, len(positions), _TILE):
             tile = slice(start, start + _TILE)
             z = source.rows(row[tile])
-            parts.append(self._figures(z, target[tile].to(z.device), settings, search))
+            possible = None if reported is None else ~reported[tile].isneginf()
+            parts.append(self._figures(z, target[tile].to(z.device), settings, possible))
         values = torch.cat(parts).double().cpu()
         return torch.where(known, values, torch.nan)
 
     def _filters(self, *, looser: bool = False) -> dict[str, Any]:
-        """The sampler's; looser: that keep a quarter more ids, left-out mass, and below the limit."""
+        """The sampler's; looser: a quarter more ids, of the mass left out, and below the limit."""
         top_k, top_p, min_p = self.top_k, self.top_p, self.min_p
         if looser:
             top_k = top_k + -(-top_k // 4) if top_k is not None and top_k > 0 else top_k
@@ -329,8 +333,10 @@ class Rows:
         assert source is not None, "a setting is a choice only where its logits are given"
         return source
 
-    def _figures(self, z: Tensor, target: Tensor, settings: Settings, search: bool) -> Tensor:
-        """z: [rows, V/TP] float32 -> [rows]."""
+    def _figures(
+        self, z: Tensor, target: Tensor, settings: Settings, possible: Tensor | None
+    ) -> Tensor:
+        """z: [rows, V/TP] float32 -> [rows]; possible: bool [rows], what a side has reported."""
         if settings.bf16_logits:
             z = z.bfloat16().float()
         temperature = self.temperature if settings.temperature_applied else 1.0
@@ -341,13 +347,13 @@ class Rows:
         }
         if settings.filter_applied and len(self.choices("filter_applied")) > 1:
             values = vocab_parallel_sampling_logprobs(z, target, **self._filters(), **options)
-            if not search:
+            if possible is None:
                 return values
             # Noise carries a few tokens over the cut, and at CAP each they would outweigh all
             # others. A side without the filter reports tokens far outside of it.
             filters = self._filters(looser=True)
             near = vocab_parallel_sampling_logprobs(z, target, **filters, **options)
-            return torch.where(values.isneginf(), near, values)
+            return torch.where(values.isneginf() & possible.to(z.device), near, values)
         return vocab_parallel_gather(z, target[:, None], log_softmax=True, **options)[:, 0]
 
 
