@@ -212,6 +212,17 @@ def test_a_row_with_nan_or_inf_is_nan_and_no_other(kind):
     assert torch.equal(grad[:2], want[2])
 
 
+@pytest.mark.parametrize("kind", ["jsd", "skewed_forward", "skewed_reverse", "total_variation"])
+@interpreted
+def test_rows_that_are_masked_throughout_with_the_least_number_are_equal(kind):
+    """A sum of both sides' maxima overflows there."""
+    masked = torch.full((2, 40), torch.finfo(FP32).min, device=DEVICE)
+    sides, ones = [make_chunk(masked.clone()) for _ in range(2)], torch.ones(2, device=DEVICE)
+    value, _, grad = run_pair(triton_backend, *sides, kind, ones, torch.full_like(masked, 7.0))
+    assert (value == 0).all()
+    assert (grad == 0).all()
+
+
 @interpreted
 def test_equal_distributions_differ_by_nothing_and_close_ones_keep_their_digits():
     logits = make_logits(2, 1100, FP32)
