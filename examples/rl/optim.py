@@ -43,8 +43,10 @@ class CpuAdamW:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adamw.load_state_dict({key: state[key] for key in ("state", "param_groups")})
-        for i, master in state.get("masters", {}).items():
-            self.masters[i].copy_(master)
+        saved = state.get("masters", {})  # none of a checkpoint from before there were any
+        for i, (param, master) in enumerate(zip(self.params, self.masters, strict=True)):
+            if master is not param:
+                master.copy_(saved.get(i, param.detach()))
 
     def step(self) -> float:
         """Clips by the norm over the whole model, steps, and returns that norm."""

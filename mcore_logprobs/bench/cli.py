@@ -196,12 +196,14 @@ def _start_ranks(device: torch.device) -> bool:
     import torch
     import torch.distributed as dist
 
+    from mcore_logprobs.bench.machine import gpus_are_shared
+
     shared = False
     if device.type == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         # More ranks than GPUs share them, and NCCL refuses two ranks on one: gloo takes CUDA
         # tensors. Values and bytes hold then, times do not.
-        shared = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
+        shared = gpus_are_shared()
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return False

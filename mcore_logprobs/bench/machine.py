@@ -20,7 +20,7 @@ def describe(device: torch.device, load: str = "") -> str:
     """The machine, the software and the date, in a line; with what `busy` says of the load."""
     if device.type == "cuda":
         hardware, allocator = f"GPU: {torch.cuda.get_device_name()}", "caching allocator"
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+        if gpus_are_shared():
             hardware += ", shared by ranks: times do not hold"
     else:
         threads = torch.get_num_threads()
@@ -29,6 +29,11 @@ def describe(device: torch.device, load: str = "") -> str:
     today = datetime.date.today().isoformat()
     parts = [hardware, f"torch {torch.__version__}", allocator, load, today]
     return "; ".join(part for part in parts if part)
+
+
+def gpus_are_shared() -> bool:
+    """Whether this host has fewer GPUs than ranks."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
 
 
 def _cpu_name() -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ from mcore_logprobs.debug import oracle
 from mcore_logprobs.debug.batch import check_batch
 from mcore_logprobs.dropin.installed import installed as installed_frameworks
 from mcore_logprobs.vocabulary import tokenizer_size
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    from mcore_logprobs.config import LogprobConfig
 
 # (name shown, distribution, module whose import shows that it works)
 _PACKAGES = (
@@ -137,31 +142,35 @@ def _megatron_hooks() -> dict[str, str]:
 
 
 def _head(model: object) -> str:
-    """Whether it is fused under the patch's settings, or those of `model.config`."""
-    from mcore_logprobs.config import LogprobConfig
-    from mcore_logprobs.megatron.head_patch import patch_of
+    """Whether it is fused."""
     from mcore_logprobs.megatron.heads import find_language_models, has_head, head_report
 
     models = find_language_models(model)
-    patch = next((patch for x in models if has_head(x) and (patch := patch_of(x))), None)
-    config = LogprobConfig.from_transformer_config(models[0].config)
-    head = head_report(model, config if patch is None else patch.config)
+    with_head = next((x for x in models if has_head(x)), models[0])
+    head = head_report(model, _settings(with_head))
     return "fused" if head.fusable else f"logits path: {head.reason}"
 
 
-def _vocabulary(model: object) -> str:
-    """Which columns of the head have probability, under the same settings."""
+def _settings(language_model: LanguageModule) -> LogprobConfig:
+    """The patch's, or those of the model's config."""
     from mcore_logprobs.config import LogprobConfig
     from mcore_logprobs.megatron.head_patch import patch_of
+
+    patch = patch_of(language_model)
+    if patch is not None:
+        return patch.config
+    return LogprobConfig.from_transformer_config(language_model.config)
+
+
+def _vocabulary(model: object) -> str:
+    """Which columns of the head have probability."""
     from mcore_logprobs.megatron.heads import find_language_models, has_head
 
     for language_model in find_language_models(model):
         columns = getattr(language_model, "vocab_size", None)
         if not has_head(language_model) or columns is None:
             continue
-        patch, tokens = patch_of(language_model), tokenizer_size()
-        config = LogprobConfig.from_transformer_config(language_model.config)
-        vocab_size = (config if patch is None else patch.config).vocab_size
+        vocab_size, tokens = _settings(language_model).vocab_size, tokenizer_size()
         if vocab_size:
             return f"{vocab_size} of {columns} columns count (vocab_size={vocab_size})"
         if tokens is None:

@@ -164,7 +164,9 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def _exp_excess(x: Tensor) -> Tensor:
-    """exp(x) - 1 - x, near 0 with the digits that x^2 / 2 has, and x of the gradient."""
+    """exp(x) - 1 - x, near 0 with the digits that x^2 / 2 has, and x of the gradient; what
+    `kernels.pairs` has in place, which autograd cannot follow.
+    """
     near = x.abs() < (3e-3 if x.dtype == torch.float64 else 0.15)
     small = x.masked_fill(~near, 0.0)
     series = 0.5 + small * (1 / 6 + small * (1 / 24 + small * (1 / 120 + small / 720)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ from mcore_logprobs.megatron.heads import (
     settings_reason,
     unseen_reason,
 )
-from mcore_logprobs.megatron.imports import PassedArguments
 from mcore_logprobs.megatron.lazy import lazy_logits, lazy_reason
 from mcore_logprobs.megatron.mtp import (
     check_not_counted,
@@ -310,14 +308,13 @@ class HeadPatch(DeferringHead):
 
     def build_schedule_plan(self, *args: object, **kwargs: object) -> object:
         """In place of the model's: a plan whose head runs with the blocks that are open now."""
-        original, call = self.original("build_schedule_plan"), self.call
-        plan = original(*args, **kwargs)
-        if plan.post_process is not None and call.config.check_labels and call.draw is None:
+        plan = self.original("build_schedule_plan")(*args, **kwargs)
+        call, node = self.call, plan.post_process
+        if node is not None and call.config.check_labels and call.draw is None:
             # Now: by the head's turn multi-token prediction has shifted the plan's ids.
-            given = PassedArguments(inspect.signature(original), args, kwargs)
-            labels = given.get("labels") if call.target is None else call.target
-            ignored = call.config.ignore_index
-            check_shifted(given.get("input_ids"), labels, ignored, rows=call.rows)
+            state, ignored = node.chunk_state, call.config.ignore_index
+            labels = state.labels if call.target is None else call.target
+            check_shifted(state.input_ids, labels, ignored, rows=call.rows)
             call = replace(call, labels_checked=True)
         around = functools.partial(self.blocks.open, lambda _: call)
         carry_stats(plan, around, mapped=call.mapped is not None)

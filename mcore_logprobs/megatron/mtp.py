@@ -49,16 +49,17 @@ def check_not_counted(layer: nn.Module) -> None:
 @contextlib.contextmanager
 def without_mtp(model: nn.Module) -> Iterator[None]:
     """While open, `model` has no multi-token prediction: its layers pass hidden states through."""
-    config = vars(model)["config"]
-    without = copy.copy(config)
+    own = vars(model)
+    before = {name: own[name] for name in ("config", "mtp_process") if name in own}
+    without = copy.copy(own["config"])
     without.mtp_num_layers = None
-    vars(model)["config"] = without
-    vars(model)["mtp"] = functools.partial(_pass_through, _of_mtp_alone(model))
+    own.update(dict.fromkeys(before, False), config=without)  # Megatron-Core 0.15 asks the flag
+    own["mtp"] = functools.partial(_pass_through, _of_mtp_alone(model))
     try:
         yield
     finally:
-        vars(model)["config"] = config
-        del vars(model)["mtp"]
+        own.update(before)
+        del own["mtp"]
 
 
 def _of_mtp_alone(model: nn.Module) -> nn.ModuleList:
