@@ -50,10 +50,14 @@ def check_not_counted(layer: nn.Module) -> None:
 def without_mtp(model: nn.Module) -> Iterator[None]:
     """While open, `model` has no multi-token prediction: its layers pass hidden states through."""
     own = vars(model)
-    before = {name: own[name] for name in ("config", "mtp_process") if name in own}
+    before: dict[str, object] = {
+        name: own[name] for name in ("config", "mtp_process") if name in own
+    }
     without = copy.copy(own["config"])
     without.mtp_num_layers = None
-    own.update(dict.fromkeys(before, False), config=without)  # Megatron-Core 0.15 asks the flag
+    own["config"] = without
+    if "mtp_process" in own:  # which Megatron-Core 0.15 asks besides
+        own["mtp_process"] = False
     own["mtp"] = functools.partial(_pass_through, _of_mtp_alone(model))
     try:
         yield
