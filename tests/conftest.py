@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 
@@ -29,6 +30,9 @@ if os.environ.get("MCORE_LOGPROBS_TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 put_in_force()
 torch.set_num_threads(1)
+# pytest puts its handlers on a logger that does not propagate, and where this one has any, torch
+# writes down all that it compiles: an eighth of the time of tests that compile.
+logging.getLogger("torch.__trace").propagate = True
 gc.set_threshold(*SELDOM)
 atexit.register(gc.unfreeze)  # C++ extensions count what is left at the end
 settings.register_profile("repo", derandomize=True, deadline=None, max_examples=25, database=None)

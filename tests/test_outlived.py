@@ -73,14 +73,13 @@ def some_cases(tp: int, count: int) -> list[Case]:
 
 
 def test_every_operation() -> None:
-    warm_up = some_cases(1, 1)
-    of_cases(warm_up)  # what is imported and cached at a first call
+    of_cases(some_cases(1, 1)[:1])  # what is imported and cached at a first call
     assert of_cases(some_cases(1, 2)) == []
 
 
 def test_every_operation_on_two_ranks() -> None:
     cases = some_cases(2, 1)
-    get_pool(2).run(of_cases, cases)
+    get_pool(2).run(of_cases, cases[:1])
     assert get_pool(2).run(of_cases, cases) == [[], []]
 
 
