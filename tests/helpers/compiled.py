@@ -10,7 +10,7 @@ import setuptools  # noqa: F401
 import sympy.combinatorics
 import sympy.tensor.tensor  # noqa: F401
 import torch._dynamo
-import torch._inductor.compile_fx  # noqa: F401
+import torch._inductor.compile_fx
 import torch._inductor.config
 
 # Without threads, which a fork would lack; where there is no compiler, tests that need one say so.
