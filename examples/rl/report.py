@@ -146,6 +146,8 @@ def run_steps(trainer: Any) -> list[StepRecord]:
     config = trainer.config
     if trainer.step >= config.steps:
         trainer.say(f"nothing to do: step {trainer.step} of {config.steps} is done")
+    if trainer.step > config.steps:  # its records, opened, would lose their later steps
+        return []
     reporter, evaluator = Reporter(trainer), Evaluator(trainer)
     until = time.monotonic() + 60 * config.minutes
     try:

@@ -359,6 +359,17 @@ def test_resume_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
             Reporter(trainer)
 
 
+def test_a_resumed_run_that_has_nothing_to_do_leaves_its_lines(tmp_path: Path) -> None:
+    """Those of steps after its checkpoint too, also where it is asked for fewer steps than that."""
+    metrics, said = tmp_path / "metrics.jsonl", []
+    metrics.write_text("".join(f"{json.dumps({'step': step})}\n" for step in (1, 2, 3)))
+    before = metrics.read_bytes()
+    config = SimpleNamespace(run_dir=tmp_path, steps=1)
+    assert run_steps(SimpleNamespace(step=2, layout=LAYOUT, config=config, say=said.append)) == []
+    assert said == ["nothing to do: step 2 of 1 is done"]
+    assert metrics.read_bytes() == before
+
+
 def test_an_interrupted_run_keeps_its_lines_and_its_plot(tmp_path: Path) -> None:
     class Interrupted:
         """One step, then Ctrl-C in the second."""
