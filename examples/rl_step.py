@@ -281,6 +281,8 @@ def main() -> int:
         start_processes(config)
         try:
             with cpu_runtime():  # on a GPU, nothing
+                if args.explain:  # vLLM's second model runner would not say whose states it has
+                    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
                 trainer = GrpoTrainer(config, Layout(config), partial(print, flush=True))
                 self_check(trainer)
                 if args.resume:

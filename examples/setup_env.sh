@@ -78,7 +78,7 @@ _add_vllm() {
     [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
     if python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
         # The ordinary wheel asks for a torch of its own; it may not replace this one.
-        python -c "import vllm" 2>/dev/null || _install "vllm>=0.19,<0.33" || {
+        python -c "import vllm" 2>/dev/null || _install "vllm>=0.19,<0.34" || {
             echo "setup_env: no vLLM wheel goes with this torch. Make an environment with vLLM and set" \
                  "rollout.python to its interpreter, or rollout.engine: transformers" >&2
             return 1

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,9 @@ def own_names() -> dict[str, dict[str, Any]]:
     from mcore_logprobs.bench.counting import CollectivesMade
     from mcore_logprobs.diagnostics import compare_logprobs, report
 
+    # vLLM's outputs: of each of four sequences one token less is an answer.
+    masks = ([[number, 63] for number in range(3 - place)] for place in range(4))
+    sampled = [SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=ids)) for ids in masks]
     return {
         "mcore_logprobs/bench/counting.py:CollectivesMade": {"CollectivesMade": CollectivesMade},
         "mcore_logprobs/ops/reshard.py:reshard_vocabulary": {
@@ -95,7 +99,12 @@ def own_names() -> dict[str, dict[str, Any]]:
             "ref_stats": packed_stats(),
             "packed_mask": torch.ones(1, 8, dtype=torch.bool),
         },
-        "docs/mismatch.md": {"logits": torch.randn(4, 4, 49152)},
+        "docs/mismatch.md": {
+            "logits": torch.randn(4, 4, 49152),
+            "outputs": sampled,
+            "starts": [1, 2, 3, 4],
+            "length": 4,
+        },
         "mcore_logprobs/debug/compare.py": {
             "mask": torch.ones(4, 4, dtype=torch.bool),
             "compare_logprobs": compare_logprobs,

@@ -67,6 +67,11 @@ class Server:
     def record_hidden(self) -> None:
         """From now on `generate` returns what the head multiplied for each token, as float32."""
         runner = self.runner
+        if not hasattr(runner, "input_batch"):
+            raise RuntimeError(
+                "expected vLLM's first model runner, which names the requests of its batch: set "
+                "VLLM_USE_V2_MODEL_RUNNER=0"
+            )
         compute_logits = runner.model.compute_logits
 
         def recording(hidden: Any, *args: Any, **kwargs: Any) -> Any:

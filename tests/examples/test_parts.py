@@ -68,6 +68,14 @@ def test_a_record_of_the_whole_vocabulary_is_complete(max_kept, kept) -> None:
     assert Server.answer(output, max_kept, vocab_size=4)["kept"] == kept
 
 
+def test_hidden_states_need_the_model_runner_that_names_its_requests() -> None:
+    """vLLM's second one, the default on a GPU, makes a batch anew in each step."""
+    server = Server(conn=None)  # type: ignore[arg-type]
+    server.runner = SimpleNamespace(model=SimpleNamespace(compute_logits=None))
+    with pytest.raises(RuntimeError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        server.record_hidden()
+
+
 def test_small_steps_of_a_bfloat16_model_add_up(monkeypatch) -> None:
     """100 steps of 1e-4, each far below the last bit of a weight near 1; also after a resume."""
     monkeypatch.setattr(optim, "global_grad_norm", lambda params: 1.0)
