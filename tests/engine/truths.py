@@ -186,7 +186,9 @@ def before_top_p(z: Tensor, o: dict[str, Any]) -> Tensor:
         few &= logp < logp.amax(-1, keepdim=True) + math.log(o["min_p"])
         z = z.masked_fill(few, -torch.inf)
     if o["top_k"] is not None and 0 < o["top_k"] < z.shape[-1]:
-        z = z.masked_fill(z < z.topk(o["top_k"]).values[..., -1:], -torch.inf)
+        # One without probability is dropped too, and gets no gradient, where fewer than k have any.
+        dropped = (z < z.topk(o["top_k"]).values[..., -1:]) | z.isneginf()
+        z = z.masked_fill(dropped, -torch.inf)
     return z
 
 
