@@ -1,0 +1,125 @@
+"""A patched model's settings reach the operation: bit for bit what the function gives from the
+model's own hidden states, with the same settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mcore_logprobs as ml
+from mcore_logprobs import LogprobConfig, patch_model
+from mcore_logprobs.cpu_megatron import models as mm
+from tests.megatron.common import VOCAB, make_batch, megatron
+
+BF16 = torch.bfloat16
+
+
+def model_and_batch(parallel_state: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any], Tensor]:
+    """(a model, its inputs, labels [s, b] that count)."""
+    config = mm.transformer_config(num_layers=1, dtype=dtype)
+    model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=False).to(dtype)
+    batch = make_batch(parallel_state)
+    return model, batch["inputs"], batch["labels"].clamp(min=0)
+
+
+def gradient_of(values: Tensor, weight: Tensor) -> Tensor:
+    upstream = torch.linspace(-1.0, 2.0, values.numel()).view(values.shape)
+    (grad,) = torch.autograd.grad(values, weight, upstream)
+    return grad
+
+
+def both(
+    dtype: torch.dtype,
+    settings: dict[str, Any],
+    function: Callable[..., Any],
+    pick: Callable[[Any], Tensor],
+    **more: Any,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(values, the weight's gradient) of the patched model and of the function."""
+    with megatron() as parallel_state:
+        model, inputs, labels = model_and_batch(parallel_state, dtype)
+        weight, seen = model.output_layer.weight, []
+        model.decoder.register_forward_hook(lambda _, args, out: seen.append(out.detach()))
+        with patch_model(model, LogprobConfig(**settings)):
+            ours = pick(model(**inputs, labels=labels)).t()
+            grads = gradient_of(ours, weight)
+        values = pick(function(seen[0], weight, labels.t().contiguous(), **settings, **more))
+        return (ours, grads), (values, gradient_of(values, weight))
+
+
+def test_saved_bytes() -> None:
+    """The head's logits are kept, or nothing of their size is."""
+    with megatron() as parallel_state:
+        model, inputs, labels = model_and_batch(parallel_state, torch.float32)
+        numbers = []
+        for kept in (0, 1 << 20):
+            saved: list[int] = []
+            hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x
+            )
+            with patch_model(model, LogprobConfig(saved_bytes=kept)), hooks:
+                model(**inputs, labels=labels)
+            numbers.append(sum(saved))
+        assert numbers[1] - numbers[0] >= labels.numel() * VOCAB
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}], ids=str)
+def test_low_precision_logits(settings: dict[str, Any]) -> None:
+    """Statistics alone may have all of their products in the logits' dtype."""
+    function = ml.linear_sampling_logprobs if settings else ml.linear_token_stats
+    settings = {"logits_dtype": BF16, **settings}
+    pairs = both(BF16, settings, function, lambda x: x if isinstance(x, Tensor) else x.logprobs)
+    for got, expected in zip(*pairs, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_divergence_beside_segments_has_none_itself() -> None:
+    with megatron() as parallel_state:
+        model, inputs, labels = model_and_batch(parallel_state, torch.float32)
+        teacher = torch.randn(*labels.shape, VOCAB)
+        found = []
+        for segments in (None, 8):
+            with (
+                patch_model(model, LogprobConfig(invariant_segments=segments)) as handle,
+                handle.divergence(teacher_logits=teacher),
+            ):
+                stats = model(**inputs, labels=labels)
+            found.append(
+                (stats.divergence, gradient_of(stats.divergence, model.output_layer.weight))
+            )
+        for got, expected in zip(*found, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_entropy_of_a_record_by_the_model_s_setting() -> None:
+    with megatron() as parallel_state:
+        model, inputs, labels = model_and_batch(parallel_state, torch.float32)
+        ids = torch.stack([labels.flatten(), (labels.flatten() + 1) % VOCAB], 1)
+        record = ids.flatten(), torch.arange(labels.numel() + 1) * 2
+        found = []
+        for config, flags in (({"entropy": True}, {}), ({}, {"entropy": True})):
+            with (
+                patch_model(model, LogprobConfig(**config)) as handle,
+                handle.replay(record, **flags),
+            ):
+                found.append(model(**inputs, labels=labels).kept_entropy)
+        torch.testing.assert_close(*found)
+        assert found[0].any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}], ids=str)
+def test_statistics_beside_a_policy_loss_carry_no_gradient(settings: dict[str, Any]) -> None:
+    with megatron() as parallel_state:
+        model, inputs, labels = model_and_batch(parallel_state, torch.float32)
+        with (
+            patch_model(model, LogprobConfig(entropy=True, **settings)) as handle,
+            handle.policy_loss(lambda logprobs, entropy: -logprobs.clamp(min=-9.0)),
+        ):
+            stats = model(**inputs, labels=labels)
+        assert stats.policy_loss.requires_grad
+        assert not stats.logprobs.requires_grad
+        assert stats.entropy is None or not stats.entropy.requires_grad
