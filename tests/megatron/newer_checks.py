@@ -130,7 +130,12 @@ def settings_of_a_patch() -> None:
             call(batch["labels"])  # with the context's settings
             with handle.options(temperature=0.5):  # which changes nothing
                 call(batch["labels"])
-            for block in (handle.also(topk=3), handle.options(temperature=2.0)):
+            for block in (
+                handle.also(topk=3),
+                handle.options(temperature=2.0),
+                handle.options(temperature=torch.full((1, 1), 2.0)),
+                handle.options(logit_bias=torch.ones(VOCAB)),
+            ):
                 with block, pytest.raises(ValueError, match="one that goes around the patch"):
                     call(batch["labels"])
 

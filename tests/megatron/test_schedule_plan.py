@@ -247,6 +247,10 @@ def labels_of_a_plan() -> None:
                 run(ids)
             with pytest.raises(ValueError, match="expected the token after each input"):
                 run(None, lambda _: handle.targets(ids))
+            rows = torch.arange(0, ids.numel(), 3)
+            own = ids.flatten()[rows]
+            with pytest.raises(ValueError, match="expected the token after each input"):
+                run(None, lambda _: handle.targets(own, rows=rows))
             with handle.options(check_labels=False):
                 run(ids)
 
