@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import sys
 import tempfile
@@ -92,6 +93,7 @@ def run_verl(
         with pytest.raises(ValueError, match="expected a forward without verl's own patch"):
             verl.patch_fused_forward(model)
         del model.forward_backup
+        model.forward = before = functools.partial(model.forward)  # somebody else's, from before
         verl.patch_fused_forward(model)
         verl.patch_fused_forward(model)
         output = model(**inputs, labels=labels, temperature=TEMPERATURE)
@@ -104,7 +106,8 @@ def run_verl(
             verl.unpatch_fused_forward(model)
         model.forward = ours
         verl.unpatch_fused_forward(model)
-        assert "forward" not in vars(model)
+        assert vars(model)["forward"] is before
+        del model.forward
 
         errors = {n: relative(fused["values"][n], unfused["values"][n]) for n in fused["values"]}
         errors["gradients"] = worst(fused["grads"], unfused["grads"])

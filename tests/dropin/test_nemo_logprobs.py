@@ -148,9 +148,10 @@ def run_dtensor(tp: int, cp: int, route: str, sampling: str) -> dict[str, Tensor
             sampling_params=parameters,
         )
     elif route == "from_vocab_parallel":
-        value = nemo_rl.get_logprobs_from_vocab_parallel_logits(
-            leaf, target, seq_index, 2, parameters
-        )
+        lies = seq_index
+        if lies is not None:  # NeMo-RL gives it as it gives the target
+            lies = distribute_tensor(lies, mesh["cp"], [Shard(0)])
+        value = nemo_rl.get_logprobs_from_vocab_parallel_logits(leaf, target, lies, 2, parameters)
     else:
         value = nemo_rl.get_next_token_logprobs_from_logits(
             target, leaf, seq_index, sampling_params=parameters
@@ -220,6 +221,21 @@ def test_a_target_over_cp_needs_its_index(ranks) -> None:
     for error in ranks(2).run_expecting_errors(missing_seq_index):
         assert isinstance(error, ValueError)
         assert "seq_index: expected the global indices" in str(error)
+
+
+def index_without_cp() -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = device_mesh(2, 1)
+    leaf = distribute_tensor(torch.randn(1, 8, VOCAB), mesh, [Shard(2)])
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    nemo_rl.get_logprobs_from_vocab_parallel_logits(leaf, ids, torch.arange(8))
+
+
+def test_an_index_needs_a_mesh_with_cp(ranks) -> None:
+    for error in ranks(2).run_expecting_errors(index_without_cp):
+        assert isinstance(error, ValueError)
+        assert "seq_index: expected a mesh with a dimension named 'cp', got ('tp',)" in str(error)
 
 
 def test_wrong_kinds_of_logits_raise() -> None:
