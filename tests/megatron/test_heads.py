@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
@@ -186,9 +191,28 @@ def other_reasons() -> None:
         assert "batch_invariant_mode" in head_report(model).reason
         assert head_report(model, LogprobConfig(invariant_segments=2)) == (True, "")
         layer.config.batch_invariant_mode = False
-        layer.disable_grad_reduce = True
-        assert "disable_grad_reduce" in head_report(model).reason
-        layer.disable_grad_reduce = False
+        flags = {
+            "disable_grad_reduce": "disable_grad_reduce",
+            "explicit_expert_comm": "expert layer",
+        }
+        for flag, words in flags.items():
+            setattr(layer, flag, True)
+            assert words in head_report(model).reason
+            setattr(layer, flag, False)
+        layer.gtp_remat_size = 2
+        assert "gtp_remat" in head_report(model).reason
+        del layer.gtp_remat_size
+        for register, words in (
+            (layer.register_full_backward_hook, "backward hooks on the output layer"),
+            (layer.register_full_backward_pre_hook, "backward hooks on the output layer"),
+            (register_module_full_backward_hook, "backward hooks on all modules"),
+            (register_module_full_backward_pre_hook, "backward hooks on all modules"),
+            (register_module_forward_hook, "may read or change the logits"),
+        ):
+            handle = register(lambda *_: None)
+            assert words in head_report(model).reason
+            handle.remove()
+            assert head_report(model).reason == ""
         model._scale_logits = lambda logits: logits.tanh()
         assert "_scale_logits" in head_report(model).reason
         del model._scale_logits

@@ -67,6 +67,27 @@ def test_saved_bytes() -> None:
         assert numbers[1] - numbers[0] >= labels.numel() * VOCAB
 
 
+def test_saved_bytes_and_logits_dtype_of_lazy_logits() -> None:
+    """For whoever consumes them: as the patch's settings have it."""
+    with megatron() as parallel_state:
+        model, inputs, labels = model_and_batch(parallel_state, torch.float32)
+        target, numbers, found = labels.t().contiguous(), [], {}
+        for settings in ({}, {"saved_bytes": 1 << 20}, {"logits_dtype": BF16}):
+            saved: list[int] = []
+            hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x
+            )
+            with patch_model(model, LogprobConfig(logits="lazy", **settings)):
+                lazy = model(**inputs).transpose(0, 1)
+                with hooks:
+                    found[str(settings)] = ml.vocab_parallel_logprobs(lazy, target)
+            numbers.append(sum(saved))
+        assert numbers[1] - numbers[0] >= labels.numel() * VOCAB
+        plain, kept, rounded = found.values()
+        assert torch.equal(plain, kept)
+        assert 1e-5 < (plain - rounded).abs().max() < 0.1
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}], ids=str)
 def test_low_precision_logits(settings: dict[str, Any]) -> None:
     """Statistics alone may have all of their products in the logits' dtype."""
