@@ -144,3 +144,22 @@ def test_statistics_beside_a_policy_loss_carry_no_gradient(settings: dict[str, A
         assert stats.policy_loss.requires_grad
         assert not stats.logprobs.requires_grad
         assert stats.entropy is None or not stats.entropy.requires_grad
+
+
+@pytest.mark.parametrize("called_inside", [True, False])
+def test_lazy_logits_are_those_of_the_call_s_autocast(called_inside: bool) -> None:
+    """Whether the one who computes them is within autocast, or behind it."""
+
+    def autocast(inside: bool) -> torch.autocast:
+        return torch.autocast("cpu", BF16, enabled=inside)
+
+    with megatron() as parallel_state, torch.no_grad():
+        model, inputs, _ = model_and_batch(parallel_state, torch.float32)
+        with autocast(called_inside):
+            plain = model(**inputs)
+            with patch_model(model, LogprobConfig(logits="lazy")):
+                lazy = model(**inputs)
+        with autocast(not called_inside):
+            real = torch.sin(lazy)
+        assert plain.dtype == (BF16 if called_inside else torch.float32)
+        assert torch.equal(real, torch.sin(plain))
