@@ -407,6 +407,7 @@ OTHERS = {
     "dtype": (lambda x: x.linear_out.bfloat16(), "linear_out of another kind or dtype"),
     "shape": (narrower, "linear_in of shape"),
     "gathers": (lambda x: setattr(x.linear_out, "gather_output", True), "split over TP in another"),
+    "splits": (lambda x: setattr(x.linear_in, "gather_output", False), "over TP in another way"),
     "sequence": (
         lambda x: setattr(x, "disable_sequence_parallel_comm", False),
         "differ in sequence parallelism",
@@ -430,3 +431,24 @@ def other_adapters(tp: int) -> None:
 
 def test_other_adapters_are_not_fused(ranks):
     ranks(2).run(other_adapters, 2)
+
+
+def changed_before_lazy_logits_are_computed() -> None:
+    with megatron() as parallel_state, torch.no_grad():
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+        inputs, base = make_batch(parallel_state)["inputs"], model.output_layer
+        adapter = ParallelLinearAdapter(base, dropout=0.5)
+        layer = model.output_layer = LoRALinear(base, adapter)
+        model.eval()
+        plain = model(**inputs)
+        with patch_gpt_model(model, LogprobConfig(logits="lazy")):
+            for change in (lambda: setattr(adapter, "alpha", 3.0), layer.train):
+                lazy = model(**inputs)
+                change()
+                torch.testing.assert_close(torch.sin(lazy), torch.sin(plain))
+                adapter.alpha = 9.0
+
+
+def test_lazy_logits_have_the_adapter_of_their_call(ranks):
+    """Its scale, and whether its dropout was on."""
+    ranks(1).run(changed_before_lazy_logits_are_computed)
