@@ -113,7 +113,7 @@ trap 'rm -rf "$logs"' EXIT
 # The third has what these two leave.
 parts=(
     "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel tests/examples tests/test_mismatch.py tests/test_audit.py"
-    "tests/kernels tests/gpu tests/trainers tests/sizes tests/test_tracing.py tests/test_outlived.py tests/test_costs_of_operations.py"
+    "tests/kernels tests/gpu tests/trainers tests/sizes tests/test_tracing.py tests/test_outlived.py"
 )
 tests() {
     if [ "$#" -gt 0 ]; then
