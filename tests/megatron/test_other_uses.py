@@ -218,6 +218,11 @@ def test_a_checkpoint_around_the_model_needs_the_same_blocks(policy: bool) -> No
                 outside = checkpoint(loss, use_reentrant=False)
             with pytest.raises(RuntimeError, match="PatchHandle blocks open than in the forward"):
                 outside.backward()
+            offloaded = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            with offloaded, blocks(handle):  # entered within hooks, but not the checkpoint's
+                outside = checkpoint(loss, use_reentrant=False)
+            with pytest.raises(RuntimeError, match="PatchHandle blocks open than in the forward"):
+                outside.backward()
             if not policy:
                 before = checkpoint(loss, use_reentrant=False)
                 with (
