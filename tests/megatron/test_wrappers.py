@@ -15,7 +15,7 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron import find_language_models, heads, patch_model
 from mcore_logprobs.megatron.imports import PassedArguments, replace_function
 from mcore_logprobs.sources.lazy import LazyLogits
-from tests.megatron.common import make_batch, megatron
+from tests.megatron.common import make_batch, megatron, relative
 from tests.megatron.test_other_uses import gpt, hybrid
 
 
@@ -201,7 +201,8 @@ def test_who_stands_before_the_head_gets_arguments_as_the_caller_passes_them(
             found = run(call), run(del_labels)
         assert seen == known
         assert int((expected[0][0] == 0).sum()) == int((call["labels"] == 7).sum())
-        torch.testing.assert_close(found, expected)
+        for got, want in zip(found, expected, strict=True):  # of a gradient's largest entry
+            assert max(map(relative, got, want)) < 1e-5
 
 
 @pytest.mark.parametrize("wrap", [reads_keywords, names_labels])
