@@ -31,7 +31,7 @@ if os.environ.get("MCORE_LOGPROBS_TEST_GPU") != "1":
 put_in_force()
 torch.set_num_threads(1)
 # pytest puts its handlers on a logger that does not propagate, and where this one has any, torch
-# writes down all that it compiles: an eighth of the time of tests that compile.
+# writes down all that it compiles: a fifteenth of the time of tests that compile.
 logging.getLogger("torch.__trace").propagate = True
 gc.set_threshold(*SELDOM)
 atexit.register(gc.unfreeze)  # C++ extensions count what is left at the end

@@ -76,7 +76,7 @@ def own_names() -> dict[str, dict[str, Any]]:
     from mcore_logprobs.bench.counting import CollectivesMade
     from mcore_logprobs.diagnostics import compare_logprobs, report
 
-    # vLLM's outputs: of each of four sequences one token less is an answer.
+    # vLLM's outputs for four sequences: answers of three tokens, two, one and none.
     masks = ([[number, 63] for number in range(3 - place)] for place in range(4))
     sampled = [SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=ids)) for ids in masks]
     return {

@@ -529,7 +529,8 @@ def test_no_token_that_counts(compact):
         assert not grad.any()
 
 
-def test_under_a_caller_s_torch_compile() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.night)])
+def test_under_a_caller_s_torch_compile(backend: str) -> None:
     hidden, weight = torch.randn(6, 8), torch.randn(24, 8)
     target, old, advantages = torch.arange(6), torch.randn(6), torch.randn(6)
 
@@ -540,5 +541,5 @@ def test_under_a_caller_s_torch_compile() -> None:
         inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
         return torch.autograd.grad(run(*inputs), inputs)
 
-    got = gradients(torch.compile(run, backend="eager"))
+    got = gradients(torch.compile(run, backend=backend))
     torch.testing.assert_close(got, gradients(run))

@@ -44,12 +44,22 @@ are functions of a divergence.
 """
 
 # ruff: noqa: F403 (each name is listed once, in the __all__ of its module)
-from mcore_logprobs.losses import base, batch, corrections, drafts, one_pass, preferences, two_pass
+from mcore_logprobs.losses import (
+    base,
+    batch,
+    corrections,
+    drafts,
+    one_pass,
+    per_token,
+    preferences,
+    two_pass,
+)
 from mcore_logprobs.losses.base import *
 from mcore_logprobs.losses.batch import *
 from mcore_logprobs.losses.corrections import *
 from mcore_logprobs.losses.drafts import *
 from mcore_logprobs.losses.one_pass import *
+from mcore_logprobs.losses.per_token import *
 from mcore_logprobs.losses.preferences import *
 from mcore_logprobs.losses.two_pass import *
 
@@ -58,5 +68,5 @@ _NAMES = [n for n in (*one_pass.__all__, *two_pass.__all__) if n.endswith("Loss"
 OBJECTIVES: dict[str, type[base.TokenLoss]] = {name: globals()[name] for name in _NAMES}
 
 __all__ = ["OBJECTIVES"]
-for _module in (base, batch, corrections, drafts, one_pass, preferences, two_pass):
+for _module in (base, per_token, batch, corrections, drafts, one_pass, preferences, two_pass):
     __all__ += _module.__all__

@@ -24,7 +24,8 @@ from mcore_logprobs.checks import (
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
 from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.groups import group_rank
-from mcore_logprobs.losses.base import check_tensor, counted
+from mcore_logprobs.losses.base import counted
+from mcore_logprobs.losses.per_token import check_tensor
 from mcore_logprobs.spelling import SuggestsFields, suggesting
 
 __all__ = ["AdaptiveEntropy", "Aggregation", "aggregation", "top_entropy_mask"]

@@ -22,16 +22,13 @@ from mcore_logprobs.checks import (
     check_positive,
 )
 from mcore_logprobs.losses.base import (
-    KL,
-    binary_kl,
     check_advantages,
     check_bounds,
     counted,
-    log_ratio_of,
     sequence_mean,
     sequence_sum,
-    times,
 )
+from mcore_logprobs.losses.per_token import KL, binary_kl, log_ratio_of, times
 from mcore_logprobs.spelling import suggesting
 
 __all__ = [

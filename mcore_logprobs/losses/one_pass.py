@@ -22,23 +22,25 @@ from mcore_logprobs.checks import (
 )
 from mcore_logprobs.losses.base import (
     CLIP,
-    KL,
     TERMS,
     Given,
     TokenLoss,
-    binary_kl,
     check_bounds,
+    each,
+    kl_and_entropy,
+)
+from mcore_logprobs.losses.corrections import masked_importance_weights
+from mcore_logprobs.losses.per_token import (
+    KL,
+    binary_kl,
     check_shape,
     clipped,
-    each,
     exp_within,
-    kl_and_entropy,
     kl_k2,
     largest_exponent,
     log_ratio_of,
     times,
 )
-from mcore_logprobs.losses.corrections import masked_importance_weights
 from mcore_logprobs.spelling import suggesting
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import check_choice, check_fraction, check_not_negative, check_positive
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.consistency import check_call, comparing
-from mcore_logprobs.losses.base import check_shape, check_tensor
+from mcore_logprobs.losses.per_token import check_shape, check_tensor
 from mcore_logprobs.spelling import suggesting
 
 __all__ = [

@@ -40,12 +40,9 @@ from mcore_logprobs.losses.base import (
     Checks,
     Given,
     TokenLoss,
-    clipped,
     each,
-    exp_within,
     sequence_mean,
     sequence_sum,
-    times,
 )
 from mcore_logprobs.losses.batch import choose_in_batch
 from mcore_logprobs.losses.one_pass import (
@@ -54,6 +51,7 @@ from mcore_logprobs.losses.one_pass import (
     clip_fraction,
     squared_log_ratio,
 )
+from mcore_logprobs.losses.per_token import clipped, exp_within, times
 
 __all__ = [
     "ClipCovLoss",

@@ -69,7 +69,7 @@ def test_a_record_of_the_whole_vocabulary_is_complete(max_kept, kept) -> None:
 
 
 def test_hidden_states_need_the_model_runner_that_names_its_requests() -> None:
-    """vLLM's second one, the default on a GPU, makes a batch anew in each step."""
+    """vLLM's second model runner, the default on a GPU, has no batch that names requests."""
     server = Server(conn=None)  # type: ignore[arg-type]
     server.runner = SimpleNamespace(model=SimpleNamespace(compute_logits=None))
     with pytest.raises(RuntimeError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):

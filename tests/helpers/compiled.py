@@ -1,7 +1,7 @@
 """Imported by the server that ranks are forked from: what compiling a kernel imports and looks up.
 
 A process that compiles its first kernel imports torch's compiler, which takes four seconds, asks
-which instructions it may use, which takes two, and makes tables. Ranks find all of it here.
+which instructions it may use, which takes one, and makes tables. Ranks find all of it here.
 """
 
 import contextlib

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mcore_logprobs import LogprobConfig, patch_model
 from tests.engine.truths import entropy_of, take
+from tests.megatron.block_steps import IGNORED, LIMIT, Step, kept_of, picked, tokens_of
 from tests.megatron.common import VOCAB, megatron, relative, worst
-from tests.megatron.test_blocks import IGNORED, LIMIT, Step, kept_of, picked, tokens_of
 from tests.megatron.test_policy_loss import gradients
 
 BIAS, GONE = {3: 1.5, 11: -2.0}, (5, 8)

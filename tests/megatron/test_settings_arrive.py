@@ -1,14 +1,13 @@
-"""A patched model's settings reach the operation: bit for bit what the function gives from the
-model's own hidden states, with the same settings."""
+"""A patched model's settings reach the operation, with labels and by lazy logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import mcore_logprobs as ml
 from mcore_logprobs import LogprobConfig, patch_model
@@ -19,7 +18,7 @@ BF16 = torch.bfloat16
 
 
 def model_and_batch(parallel_state: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any], Tensor]:
-    """(a model, its inputs, labels [s, b] that count)."""
+    """(a model, its inputs, labels `[b, s]` that all count)."""
     config = mm.transformer_config(num_layers=1, dtype=dtype)
     model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=False).to(dtype)
     batch = make_batch(parallel_state)
@@ -32,23 +31,16 @@ def gradient_of(values: Tensor, weight: Tensor) -> Tensor:
     return grad
 
 
-def both(
-    dtype: torch.dtype,
-    settings: dict[str, Any],
-    function: Callable[..., Any],
-    pick: Callable[[Any], Tensor],
-    **more: Any,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(values, the weight's gradient) of the patched model and of the function."""
-    with megatron() as parallel_state:
-        model, inputs, labels = model_and_batch(parallel_state, dtype)
-        weight, seen = model.output_layer.weight, []
-        model.decoder.register_forward_hook(lambda _, args, out: seen.append(out.detach()))
-        with patch_model(model, LogprobConfig(**settings)):
-            ours = pick(model(**inputs, labels=labels)).t()
-            grads = gradient_of(ours, weight)
-        values = pick(function(seen[0], weight, labels.t().contiguous(), **settings, **more))
-        return (ours, grads), (values, gradient_of(values, weight))
+class SavedNumbers(saved_tensors_hooks):
+    """How many numbers are saved for backwards within it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        super().__init__(self._counted, lambda x: x)
+
+    def _counted(self, x: Tensor) -> Tensor:
+        self.count += x.numel()
+        return x
 
 
 def test_saved_bytes() -> None:
@@ -57,13 +49,10 @@ def test_saved_bytes() -> None:
         model, inputs, labels = model_and_batch(parallel_state, torch.float32)
         numbers = []
         for kept in (0, 1 << 20):
-            saved: list[int] = []
-            hooks = torch.autograd.graph.saved_tensors_hooks(
-                lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x
-            )
-            with patch_model(model, LogprobConfig(saved_bytes=kept)), hooks:
+            saved = SavedNumbers()
+            with patch_model(model, LogprobConfig(saved_bytes=kept)), saved:
                 model(**inputs, labels=labels)
-            numbers.append(sum(saved))
+            numbers.append(saved.count)
         assert numbers[1] - numbers[0] >= labels.numel() * VOCAB
 
 
@@ -73,15 +62,11 @@ def test_saved_bytes_and_logits_dtype_of_lazy_logits() -> None:
         model, inputs, labels = model_and_batch(parallel_state, torch.float32)
         target, numbers, found = labels.t().contiguous(), [], {}
         for settings in ({}, {"saved_bytes": 1 << 20}, {"logits_dtype": BF16}):
-            saved: list[int] = []
-            hooks = torch.autograd.graph.saved_tensors_hooks(
-                lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x
-            )
             with patch_model(model, LogprobConfig(logits="lazy", **settings)):
                 lazy = model(**inputs).transpose(0, 1)
-                with hooks:
+                with (saved := SavedNumbers()):
                     found[str(settings)] = ml.vocab_parallel_logprobs(lazy, target)
-            numbers.append(sum(saved))
+            numbers.append(saved.count)
         assert numbers[1] - numbers[0] >= labels.numel() * VOCAB
         plain, kept, rounded = found.values()
         assert torch.equal(plain, kept)
@@ -90,12 +75,23 @@ def test_saved_bytes_and_logits_dtype_of_lazy_logits() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}], ids=str)
 def test_low_precision_logits(settings: dict[str, Any]) -> None:
-    """Statistics alone may have all of their products in the logits' dtype."""
+    """Bit for bit the function's: statistics alone may have all products in the logits' dtype."""
     function = ml.linear_sampling_logprobs if settings else ml.linear_token_stats
     settings = {"logits_dtype": BF16, **settings}
-    pairs = both(BF16, settings, function, lambda x: x if isinstance(x, Tensor) else x.logprobs)
-    for got, expected in zip(*pairs, strict=True):
-        assert torch.equal(got, expected)
+
+    def values_of(found: Any) -> Tensor:
+        return found if isinstance(found, Tensor) else found.logprobs
+
+    with megatron() as parallel_state:
+        model, inputs, labels = model_and_batch(parallel_state, BF16)
+        weight, seen = model.output_layer.weight, []
+        model.decoder.register_forward_hook(lambda _, args, out: seen.append(out.detach()))
+        with patch_model(model, LogprobConfig(**settings)):
+            ours = values_of(model(**inputs, labels=labels)).t()
+            grad = gradient_of(ours, weight)
+        expected = values_of(function(seen[0], weight, labels.t().contiguous(), **settings))
+        assert torch.equal(ours, expected)
+        assert torch.equal(grad, gradient_of(expected, weight))
 
 
 def test_a_divergence_beside_segments_has_none_itself() -> None:
