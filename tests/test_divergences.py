@@ -264,7 +264,7 @@ def test_topk_on_infinite_logits() -> None:
     ("kind", "lies"),
     [
         pytest.param("forward", (0, 0), id="forward-none", marks=pytest.mark.night),
-        pytest.param("forward", (0, 1), id="forward-teacher"),
+        pytest.param("forward", (0, 1), id="forward-teacher", marks=pytest.mark.night),
         pytest.param("jsd", (1, 0), id="jsd-student"),
     ],
 )

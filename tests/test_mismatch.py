@@ -204,11 +204,11 @@ LAYERS: dict[str, tuple[dict, dict]] = {
 }
 
 
-# By day where both sides round; one side alone, and beside a filter, at night.
+# By day where all of both sides rounds; a part of it, and beside a filter, at night.
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if "both" in name or "head" in name else pytest.mark.night)
+        pytest.param(name, marks=() if name.endswith("both heads") else pytest.mark.night)
         for name in LAYERS
     ],
 )

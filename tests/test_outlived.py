@@ -63,10 +63,10 @@ def of_cases(cases: Sequence[Case]) -> list[str]:
     return found + cycles.held
 
 
-def some_cases(tp: int, count: int) -> list[Case]:
-    """Of every operation, from both sources; each with other settings."""
+def some_cases(tp: int, count: int, calls: Sequence[tuple[str, str]] = CALLS) -> list[Case]:
+    """Of operations, from both sources; each with other settings."""
     rng, found = random.Random(0), []
-    for name, source in CALLS:
+    for name, source in calls:
         drawn = random_cases(OPERATIONS[name], source, rng, tp=tp)
         found += itertools.islice(drawn, count)
     return found
@@ -78,7 +78,9 @@ def test_every_operation() -> None:
 
 
 def test_every_operation_on_two_ranks() -> None:
-    cases = some_cases(2, 1)
+    """From hidden states where it has them; by night from both."""
+    calls = [(name, op.sources[-1]) for name, op in OPERATIONS.items()]
+    cases = some_cases(2, 1, calls)
     get_pool(2).run(of_cases, cases[:1])
     assert get_pool(2).run(of_cases, cases) == [[], []]
 

@@ -131,7 +131,13 @@ def test_make_fx(function: Callable[..., Tensor], mode: str) -> None:
             graph(hidden, weight, target + VOCAB)
 
 
-@pytest.mark.parametrize("function", [on_logits, on_hidden, per_token_temperature, largest])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(on_logits, on_hidden),
+        *(pytest.param(f, marks=pytest.mark.night) for f in (per_token_temperature, largest)),
+    ],
+)
 def test_torch_compile(function: Callable[..., Tensor]) -> None:
     """With breaks of the graph where dynamo does not follow."""
     given = inputs()
@@ -183,7 +189,9 @@ def rounded_entries(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return ours.linear_gather(hidden, weight, ids, logits_dtype=torch.bfloat16).squeeze(-1)
 
 
-@pytest.mark.parametrize("function", [rounded, rounded_entries])
+@pytest.mark.parametrize(
+    "function", [rounded, pytest.param(rounded_entries, marks=pytest.mark.night)]
+)
 def test_inductor_rounds_logits_too(function: Callable[..., Tensor]) -> None:
     """It leaves out a cast to 16 bits and back where it can."""
     given = inputs()

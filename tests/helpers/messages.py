@@ -29,18 +29,25 @@ class Message:
         return [piece[:40].strip() for piece in cut if len(piece) >= 7]
 
 
-def messages() -> list[Message]:
+@functools.cache
+def _trees() -> dict[str, ast.Module]:
+    """The package's source by file."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in files}
+
+
+@functools.cache
+def messages() -> tuple[Message, ...]:
     """In the order of the source; each text once."""
     found = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        where = str(file.relative_to(PACKAGE))
-        for node in ast.walk(ast.parse(file.read_text())):
+    for where, tree in _trees().items():
+        for node in ast.walk(tree):
             kind, value = _message_of(node)
             pieces = tuple(_pieces(value)) if value is not None else ()
             if any(len(piece.strip(" :,;")) > 3 for piece in pieces[::2]):
                 text = " ".join("".join(pieces).replace("......", "...").split())
                 found.setdefault(text, Message(where, kind, text, pieces[::2]))
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _message_of(node: ast.AST) -> tuple[str, ast.expr | None]:
@@ -191,8 +198,7 @@ def _letters(text: str) -> int:
 def _texts() -> dict[Pieces, frozenset[str]]:
     """The literal pieces of every text in the package's source but docstrings, and their words."""
     found = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(file.read_text())
+    for tree in _trees().values():
         constants = {
             node.targets[0].id: node.value
             for node in tree.body
@@ -204,7 +210,8 @@ def _texts() -> dict[Pieces, frozenset[str]]:
                 parts.add(node.value)
             elif isinstance(node, ast.JoinedStr):
                 parts.update(node.values)
-                node.values = [part for value in node.values for part in _inside(value, constants)]
+                inside = [part for value in node.values for part in _inside(value, constants)]
+                node = ast.JoinedStr(inside)
             if node in parts or not isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
                 continue
             text = tuple(" ".join(f"|{piece}|".split())[1:-1] for piece in _pieces(node)[::2])
@@ -226,7 +233,7 @@ def _inside(value: ast.expr, constants: dict[str, ast.expr]) -> list[ast.expr]:
     if isinstance(value, ast.FormattedValue) and isinstance(value.value, ast.Name):
         text = constants.get(value.value.id)
         if isinstance(text, ast.JoinedStr):
-            return text.values
+            return [part for value in text.values for part in _inside(value, constants)]
         if isinstance(text, ast.Constant) and isinstance(text.value, str):
             return [text]
     return [value]
@@ -236,8 +243,8 @@ def _inside(value: ast.expr, constants: dict[str, ast.expr]) -> list[ast.expr]:
 def _known_names() -> set[str]:
     """Names in the package's source, and texts that are one word, such as a kind or a backend."""
     names = set()
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for tree in _trees().values():
+        for node in ast.walk(tree):
             fields = ("id", "arg", "attr", "name", "value")
             names |= {x for x in (getattr(node, f, None) for f in fields) if isinstance(x, str)}
     return names

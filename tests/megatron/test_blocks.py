@@ -254,7 +254,7 @@ def every_block(layout: dict[str, Any], kind: str, change: str, short: bool) -> 
         ({}, "hybrid", ""),
         ({"tp": 2}, "gpt", ""),
         ({"tp": 2}, "gpt", "no SP"),
-        ({"tp": 2}, "gpt", "hook"),
+        pytest.param({"tp": 2}, "gpt", "hook", marks=pytest.mark.night),
         pytest.param({"tp": 2}, "hybrid", "", marks=pytest.mark.night),
         ({"tp": 3}, "gpt", ""),
         pytest.param({"cp": 2}, "gpt", "", marks=pytest.mark.night),
