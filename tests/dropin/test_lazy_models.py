@@ -405,10 +405,12 @@ def test_the_first_call_is_in_a_pipeline(ranks: Any) -> None:
 def test_the_setting(monkeypatch: Any) -> None:
     with pytest.raises(ValueError, match="fused: expected 'auto', 'require' or False, got 'of"):
         switch.switch_on("slime", fused="off")
-    monkeypatch.setenv("MCORE_LOGPROBS_FUSED", "Require")
     found: list[str] = []
     monkeypatch.setattr(switch, "lazy_models", lambda fused: found.append(fused) or found.clear)
-    for expected, given in (("require", None), ("auto", "auto"), (None, False)):
+    settings = [("Require", "require", None), ("Require", "auto", "auto"), ("Require", None, False)]
+    settings += [("auto", "auto", None), ("False", None, None)]
+    for variable, expected, given in settings:
+        monkeypatch.setenv("MCORE_LOGPROBS_FUSED", variable)
         found.clear()
         switch.switch_on("slime", given)
         assert found == ([] if expected is None else [expected])

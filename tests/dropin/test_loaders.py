@@ -6,6 +6,7 @@ Each case is a process of its own, in which nothing of a framework has been impo
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -137,18 +138,23 @@ def test_areal_s_command(tmp_path: Path, distribution: str, version: str) -> Non
             platforms = sys.modules["areal.infra.platforms"] = types.ModuleType("platforms")
             platforms.is_npu_available = True
             from areal.utils.functional.vocab_parallel import gather_logprobs
-            print(__name__, gather_logprobs.__module__, sys.argv[1:])
+            assert vars(sys.modules["__main__"]) is globals()  # as what it pickles is looked up
+            print(__name__, gather_logprobs.__module__, sys.argv[1:], "from", sys.path[0])
             """
         )
     )
-    for how in (["-m", "server"], [str(tmp_path / "server.py")]):
+    apart = tmp_path.resolve() / "apart"
+    apart.mkdir()
+    shutil.copy(tmp_path / "server.py", apart)
+    for how in (["-m", "server"], [str(apart / "server.py")]):
         script = f"""
         import runpy
         sys.argv = ["dropin", "areal", *{how!r}, "--role", "actor"]
         runpy.run_module("mcore_logprobs.dropin", run_name="__main__", alter_sys=True)
         """
         printed = fresh(script, tmp_path)
-        assert "__main__ mcore_logprobs.dropin.areal ['--role', 'actor']\n" in printed
+        assert "__main__ mcore_logprobs.dropin.areal ['--role', 'actor'] from " in printed
+        assert how[0] == "-m" or f" from {apart}\n" in printed
         assert "areal.utils.functional.vocab_parallel: gather_logprobs, " in printed
     assert [switch.main([]), switch.main(["areal"]), switch.main(["areal", "-m"])] == [2, 2, 2]
 

@@ -73,7 +73,7 @@ WAYS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     ),
     "compact": ({"compact": True, "chunk_size": 7}, None, loss_of),
     "top_p": ({"top_p": 0.999}, None, loss_of),
-    "invariant": ({"invariant_segments": 2, "backend": "torch"}, None, loss_of),  # as compiled
+    "invariant": ({"invariant_segments": 2, "backend": "torch"}, None, loss_of),
     "own temperature": (
         {},
         lambda handle, batch: handle.options(temperature=batch["weights"] + 0.2),
