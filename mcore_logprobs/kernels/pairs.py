@@ -102,7 +102,7 @@ def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
     return torch.promote_types(acc_dtype(student), acc_dtype(teacher))
 
 
-def _log_probs(chunk: Chunk, norm: Tensor) -> Tensor:
+def chunk_log_probs(chunk: Chunk, norm: Tensor) -> Tensor:
     """`[n, valid]`, new, in the dtype of the normalizer `[2, n]`."""
     return log_probs(chunk.unscaled(norm.dtype), chunk.processing.multiplier, *norm)
 
@@ -391,8 +391,8 @@ def pair_sums(
     out = torch.zeros_like(softmax[:2])
     if student.valid:
         for part in row_chunks(out.shape[1], chunk_size):
-            logp = partial(_log_probs, student.rows(part), softmax[:2, part])
-            logq = partial(_log_probs, teacher.rows(part), softmax[2:, part])
+            logp = partial(chunk_log_probs, student.rows(part), softmax[:2, part])
+            logq = partial(chunk_log_probs, teacher.rows(part), softmax[2:, part])
             out[:, part] = torch.stack(sums_of(logp, logq, spec.kind, spec.weights))
     return out
 
@@ -488,8 +488,8 @@ def pair_grad(
         return
     for part in row_chunks(out.shape[0], chunk_size):
         student_step = student.rows(part)
-        logp = _log_probs(student_step, softmax[:2, part])
-        logq = _log_probs(teacher.rows(part), softmax[2:, part])
+        logp = chunk_log_probs(student_step, softmax[:2, part])
+        logq = chunk_log_probs(teacher.rows(part), softmax[2:, part])
         ds = distribution_gradient(logp, logq, inner[part], spec.kind, spec.weights)
         g = upstream[part].to(ds.dtype).unsqueeze(-1)
         student_step.to_raw_gradient(ds.mul_(g))

@@ -47,7 +47,7 @@ class Divergence(Operation[PairSource]):
     rereads = "exact"
 
     def forward(self, source: PairSource, tensors: Tensors) -> Forward:
-        return _DivergenceForward(self.spec, source, tensors[0])
+        return DivergenceForward(self.spec, source, tensors[0])
 
     def backward(
         self, source: PairSource, upstream: Results, tensors: Tensors, saved: Saved
@@ -57,8 +57,14 @@ class Divergence(Operation[PairSource]):
         return _DivergenceGradient(self.spec, source, on_values, *saved)
 
 
-class _DivergenceForward(Forward):
-    """The blocks of a tile are merged once they are all there: a merge is forty small launches."""
+class DivergenceForward(Forward):
+    """The forward of a divergence; one that is no kind of `PairSpec` builds on it.
+
+    The blocks of a tile are merged once they are all there: a merge is forty small launches.
+
+    Attributes:
+        done: whole rows, of what the first of two passes saw; None before.
+    """
 
     def __init__(self, spec: PairSpec, source: PairSource, valid_mask: Tensor) -> None:
         self._spec, self._source, self._valid_mask = spec, source, valid_mask
@@ -69,7 +75,7 @@ class _DivergenceForward(Forward):
         if source.shard.valid_width == 0:  # a head shows no chunk then
             self._stats[0] = self._stats[2] = -torch.inf
         self._blocks: list[Tensor] = []  # pair statistics of the tile, so far
-        self._done: FinalPair | None = None
+        self.done: FinalPair | None = None
         self._sums = self._stats.new_zeros(2, source.num_rows)
 
     def see(self, placed: ChunkAt) -> None:
@@ -77,10 +83,10 @@ class _DivergenceForward(Forward):
         assert teacher is not None
         size = self._source.rows_at_a_time(teacher.logits.shape[1])
         kernels = self._source.backend
-        if self._done is None:
+        if self.done is None:
             self._blocks.append(kernels.pair_stats(student, teacher, spec, chunk_size=size))
         else:
-            softmax = self._done.softmax[:, rows]
+            softmax = self.done.softmax[:, rows]
             sums = kernels.pair_sums(student, teacher, softmax, spec, chunk_size=size)
             self._sums[:, rows] += sums
 
@@ -94,12 +100,12 @@ class _DivergenceForward(Forward):
     def finalize(self) -> None:
         shards = all_gather_stack(self._stats, self._source.shard.group)
         merged = merge_pairs(shards, self._spec, self._source.multipliers)
-        self._done = finalize_pair(merged, self._spec)
+        self.done = finalize_pair(merged, self._spec)
 
     def results(self) -> tuple[Results, Saved]:
-        if self._done is None:
+        if self.done is None:
             self.finalize()
-        done = self._done
+        done = self.done
         assert done is not None
         value, inner = done.value, done.value
         if self._spec.two_pass:

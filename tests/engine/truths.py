@@ -81,6 +81,12 @@ def relative(a: Tensor, b: Tensor, generalized: bool) -> Tensor:
 
 
 def whole_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    logp, logq = z[..., : o["vocab_size"]].log_softmax(-1), teacher_logprobs(z, side, o)
+    return {"values": divergence(logp, logq, o.get("kind", "cross entropy"), o.get("beta", 0.5))}
+
+
+def teacher_logprobs(z: Tensor, side: Side, o: dict[str, Any]) -> Tensor:
+    """Of the true vocabulary, from the teacher's logits or hidden states (`teacher_of`)."""
     if "teacher_logits" in side:
         raw = side["teacher_logits"].to(z.dtype)
     else:
@@ -101,9 +107,7 @@ def whole_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
         temperature=temperature,
         dtype=z.dtype,
     )
-    true = slice(o["vocab_size"])
-    logp, logq = z[..., true].log_softmax(-1), teacher[..., true].log_softmax(-1)
-    return {"values": divergence(logp, logq, o.get("kind", "cross entropy"), o.get("beta", 0.5))}
+    return teacher[..., : o["vocab_size"]].log_softmax(-1)
 
 
 def teacher_bias(side: Side, o: dict[str, Any]) -> Tensor | None:
