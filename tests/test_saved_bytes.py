@@ -20,14 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 import mcore_logprobs as ml
 from mcore_logprobs.cpu_megatron import models as mm
-from mcore_logprobs.kernels import budgets, codes
-from mcore_logprobs.kernels.chunk import Chunk, Processing
+from mcore_logprobs.kernels import budgets
 from mcore_logprobs.sources import kept
 from tests.helpers.flops import Flops
 from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import finished_logits
 from tests.helpers.shards import world_group, world_rank, world_size
-from tests.kernels.interpreter import interpreted
 from tests.megatron.common import VOCAB, make_batch, megatron, tiny_config
 from tests.ops import EVERY_STATISTIC
 from tests.test_costs_hidden import mapped, policy_loss
@@ -428,56 +426,6 @@ def test_an_allocation_that_fails_names_the_setting(monkeypatch: Any) -> None:
 
 
 # ---- codes ---------------------------------------------------------------------------------------
-
-
-def _rows_to_encode() -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    y = torch.randn(9, 150, generator=generator)
-    y[1] *= 1e-4
-    y[2] = 4.0
-    y[3] = y[3] * 5.0 + 1e4
-    y[4] *= 200.0  # more than the range
-    y[5, ::2] = -torch.inf
-    y[6] = -torch.inf
-    y[7, 3] = torch.nan
-    y[8, 3] = torch.inf
-    return y
-
-
-def _check_codes(module: Any, device: str) -> None:
-    y = _rows_to_encode().to(device)
-    temperature = torch.linspace(0.5, 2.0, len(y), device=device)
-    for own in (0.7, temperature):
-        chunk = Chunk(y, y.shape[1], Processing.of(1.5, temperature=own))
-        out = torch.full((len(y), 160), 77, dtype=torch.int16, device=device)[:, :150]
-        scale = module.encode(chunk, out=out, chunk_size=4)
-        found = torch.empty(len(y), 176, device=device)[:, :150]
-        module.decode(out, scale, out=found, chunk_size=4)
-        multiplier = (1.5 / torch.as_tensor(own)).to(device).expand(len(y)).unsqueeze(1)
-        whole = slice(0, 7)
-        finite = y[whole] > -torch.inf
-        assert torch.equal(found[whole] > -torch.inf, finite)
-        top = y[whole].amax(-1, keepdim=True)
-        assert torch.equal(found[whole].amax(-1, keepdim=True), top)
-        low = torch.maximum(y[whole], top - codes.RANGE / multiplier[whole])
-        off = ((found[whole] - low) * multiplier[whole]).double()[finite].abs()
-        ulp = torch.where(finite, y[whole].abs(), 0.0).amax(-1) * 2.0**-23
-        own_ulp = (ulp.unsqueeze(1) * multiplier[whole]).expand_as(low)[finite]
-        assert (off <= 2.0**-11 * 1.001 + own_ulp).all()
-        near = ((found[1] - y[1]) * multiplier[1]).abs().max()
-        assert near <= (y[1].max() - y[1].min()) * multiplier[1] / 1.3e5 + 1e-9
-
-
-def test_codes_are_within_half_a_step() -> None:
-    _check_codes(codes, "cpu")
-
-
-@interpreted
-def test_codes_of_triton_are_within_half_a_step() -> None:
-    from mcore_logprobs.kernels import triton
-    from tests.kernels.common import DEVICE
-
-    _check_codes(triton, DEVICE)
 
 
 def test_finished_logits_are_what_is_kept() -> None:
