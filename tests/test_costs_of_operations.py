@@ -101,8 +101,8 @@ def memory_of(case: Case, by: str) -> list[Memory]:
 # Float32 copies of a chunk that live at once, of 16 that all logits would be. A softcap's or a
 # bias's are made besides a head's own.
 COPIES = {"logits": 5, "hidden": 4, "hidden, changed": 7}
-# Of rows that the caller's chunk_size sets, whose copies no budget counts. Two sides and their
-# mixture; a sampler's random numbers are int64, and mixed in several steps.
+# The same under a caller's chunk_size, where no budget counts copies. Divergences have two sides
+# and their mixture; a sampler's random numbers are int64, and mixed in several steps.
 MORE_COPIES = {"kl_div": 7, "soft_cross_entropy": 6, "sample": 10}
 
 

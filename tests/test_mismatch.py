@@ -204,7 +204,7 @@ LAYERS: dict[str, tuple[dict, dict]] = {
 }
 
 
-# By day where all of both sides rounds; a part of it, and beside a filter, at night.
+# By day the layers and heads of both sides are rounded; the other combinations wait for the night.
 @pytest.mark.parametrize(
     "name",
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -83,13 +83,15 @@ def elements(x: Tensor) -> Tensor:
     return places.as_strided(x.shape, x.stride(), x.storage_offset()).flatten()
 
 
+# One column at a time takes seconds, and is tried in one dtype by day.
+SLOW = ("one column", torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in ("shipped", *BUDGETS)),
-        *((name, torch.bfloat16) for name in ("shipped", *BUDGETS) if name != "one column"),
-        # A product for each column of each row, twice.
-        pytest.param("one column", torch.bfloat16, marks=pytest.mark.night),
+        pytest.param(*case, marks=pytest.mark.night if case == SLOW else ())
+        for case in product(("shipped", *BUDGETS), (torch.float32, torch.bfloat16))
     ],
 )
 def test_chunks_that_live_at_one_time_have_memory_of_their_own(

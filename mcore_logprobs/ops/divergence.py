@@ -58,12 +58,12 @@ class Divergence(Operation[PairSource]):
 
 
 class DivergenceForward(Forward):
-    """The forward of a divergence; one that is no kind of `PairSpec` builds on it.
+    """The forward of a divergence, and a base class for those that are no kind of `PairSpec`.
 
     The blocks of a tile are merged once they are all there: a merge is forty small launches.
 
     Attributes:
-        done: whole rows, of what the first of two passes saw; None before.
+        done: the normalizers of whole rows, set by `finalize`; None before.
     """
 
     def __init__(self, spec: PairSpec, source: PairSource, valid_mask: Tensor) -> None:

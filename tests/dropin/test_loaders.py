@@ -138,7 +138,7 @@ def test_areal_s_command(tmp_path: Path, distribution: str, version: str) -> Non
             platforms = sys.modules["areal.infra.platforms"] = types.ModuleType("platforms")
             platforms.is_npu_available = True
             from areal.utils.functional.vocab_parallel import gather_logprobs
-            assert vars(sys.modules["__main__"]) is globals()  # as what it pickles is looked up
+            assert vars(sys.modules["__main__"]) is globals()  # where pickle looks
             print(__name__, gather_logprobs.__module__, sys.argv[1:], "from", sys.path[0])
             """
         )

@@ -210,10 +210,10 @@ def _texts() -> dict[Pieces, frozenset[str]]:
                 parts.add(node.value)
             elif isinstance(node, ast.JoinedStr):
                 parts.update(node.values)
-                inside = [part for value in node.values for part in _inside(value, constants)]
-                node = ast.JoinedStr(inside)
             if node in parts or not isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
                 continue
+            if isinstance(node, ast.JoinedStr):
+                node = ast.JoinedStr([x for part in node.values for x in _inside(part, constants)])
             text = tuple(" ".join(f"|{piece}|".split())[1:-1] for piece in _pieces(node)[::2])
             if words := frozenset(_WORD.findall(" ".join(text))):
                 found[text] = words

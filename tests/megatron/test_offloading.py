@@ -92,11 +92,13 @@ WAYS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         lambda out: out,
     ),
 }
+# By night: each rank compiles its kernels.
+COMPILED = {"invariant, compiled": ({"invariant_segments": 2}, None, loss_of)}
 
 
 def ask(model: Any, batch: dict[str, Any], way: str, fused: Any, hooks: Any) -> Any:
     """(values, their gradients) with `hooks` open around the forward."""
-    settings, block, values_of = WAYS[way]
+    settings, block, values_of = (WAYS | COMPILED)[way]
     model.zero_grad(set_to_none=True)
     with patch_model(model, LogprobConfig(fused=fused, **settings)) as handle:
         opened = block(handle, batch) if block else contextlib.nullcontext()
@@ -154,6 +156,13 @@ def test_offloading(ranks, tp, way, fused):
 def test_offloading_and_recompute(ranks, kind, recompute, fused, way):
     tp = 1 if kind == "autocast" else 2  # Megatron's sequence parallelism gathers one dtype
     for found in ranks(tp).run(errors, tp, way, fused, recompute, kind):
+        assert max(found.values()) < 1e-6, found
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("kind", ["", "strided"])
+def test_offloading_of_compiled_kernels(ranks, kind):
+    for found in ranks(2).run(errors, 2, "invariant, compiled", False, "", kind):
         assert max(found.values()) < 1e-6, found
 
 
