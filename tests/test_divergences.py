@@ -434,6 +434,59 @@ def test_finite_logits_are_not_bounded_however_far_apart(dtype):
         assert abs(float(found) - exact) < 1e-6 * exact
 
 
+def _in_logarithms(logp, logq, kind: str, generalized: bool):
+    """Each id's share at beta = 0.5, also where a probability is 0 whose logarithm is finite."""
+
+    def relative(log_a, log_b):
+        kl = log_a.exp() * (log_a - log_b)
+        return kl + log_b.exp() - log_a.exp() if generalized else kl
+
+    mixture = torch.logaddexp(logp, logq) - math.log(2.0)
+    return {
+        "forward": lambda: relative(logq, logp),
+        "reverse": lambda: relative(logp, logq),
+        "jsd": lambda: 0.5 * (relative(logq, mixture) + relative(logp, mixture)),
+        "skewed_forward": lambda: relative(logq, mixture),
+        "skewed_reverse": lambda: relative(logp, mixture),
+    }[kind]()
+
+
+@pytest.mark.parametrize("generalized", [False, True], ids=["kl", "generalized"])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd", "skewed_forward", "skewed_reverse"])
+def test_finite_logits_at_a_few_ids_are_not_bounded_either(kind, generalized):
+    """As of columns that a caller masks by a large negative number; an ignored id is none."""
+    logits, teacher = torch.randn(2, 4, 9, dtype=torch.float64)
+    upstream = torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=torch.float64)
+    logits[0, 1], logits[1, :8], logits[2] = -1e9, -12_000.0, -1e7  # equal ones in the last
+    teacher = teacher.log_softmax(-1)
+    teacher[1, 2], teacher[2, 3] = -2e5, -1e9
+    ids = torch.tensor([[1, 0, 5], [2, 0, -100], [3, 4, 1], [6, -100, -100]])
+    for tail in ("ignore",) if generalized else ("ignore", "bin", "renormalize"):
+        found_of, exact_of = (logits.clone().requires_grad_() for _ in range(2))
+        at = teacher.gather(-1, ids.clamp(min=0))
+        found = vocab_parallel_topk_kl_div(
+            found_of, at, ids, kind=kind, tail=tail, generalized=generalized
+        )
+        exact = []
+        for row, known in enumerate(ids >= 0):
+            logp, logq = exact_of[row].log_softmax(-1)[ids[row, known]], at[row, known]
+            if tail == "renormalize":
+                logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
+            if tail == "bin":
+                logp, logq = (
+                    torch.cat([x, (1.0 - x.exp().sum()).clamp(min=1e-6).log()[None]])
+                    for x in (logp, logq)
+                )
+            exact.append(_in_logarithms(logp, logq, kind, generalized).sum())
+        exact = torch.stack(exact)
+        got, want = (
+            torch.autograd.grad((x * upstream).sum(), leaf)[0]
+            for x, leaf in ((found, found_of), (exact, exact_of))
+        )
+        torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-7)
+
+
 @pytest.mark.parametrize("kind", ["forward", "reverse", "cross_entropy"])
 def test_finite_logits_are_not_bounded_where_the_maxima_are_apart_too(kind):
     """Both sides' log-probabilities are taken then, not the difference of two raw logits."""

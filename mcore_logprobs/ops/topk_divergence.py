@@ -62,13 +62,13 @@ class TopKDivergence:
     def value(self, student: Tensor, teacher: Tensor) -> Tensor:
         """`[..., k]` log-probabilities of both sides -> `[...]`; differentiable by the student.
 
-        A probability of 0 counts as exp(-1e4).
+        A log-probability of -inf counts as `LOG_ZERO`; a finite one stays, however small it is.
         """
-        teacher = teacher.to(student.dtype).clamp(min=LOG_ZERO)
-        student = student.clamp(min=LOG_ZERO)
+        teacher = teacher.to(student.dtype)
         if self.tail == "renormalize":
-            student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
-        elif self.tail == "bin":
+            student, teacher = _renormalized(student), _renormalized(teacher)
+        student, teacher = (torch.where(x.isneginf(), LOG_ZERO, x) for x in (student, teacher))
+        if self.tail == "bin":
             student, teacher = _with_rest(student), _with_rest(teacher)
         return self._shares(student, teacher).sum(-1)
 
@@ -95,6 +95,12 @@ class TopKDivergence:
         far = log_ratio.abs() >= 1.0
         small = log_ratio.masked_fill(far, 0.0)  # near a = b the terms of the other form cancel
         return torch.where(far, log_b.exp() - a - a * log_ratio, a * (torch.expm1(small) - small))
+
+
+def _renormalized(logprobs: Tensor) -> Tensor:
+    """Over the last dimension; a row of -inf alone is even."""
+    empty = logprobs.isneginf().all(-1, keepdim=True)
+    return torch.where(empty, 0.0, logprobs).log_softmax(-1)
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
@@ -146,7 +152,7 @@ def topk_kl_div(
     if ignore_index is None:
         return of_rows(value, student, teacher).squeeze(-1)
     # An ignored id has probability 0 on both sides.
-    student, teacher = (torch.where(valid_mask, x, LOG_ZERO) for x in (student, teacher))
+    student, teacher = (torch.where(valid_mask, x, -torch.inf) for x in (student, teacher))
     return torch.where(valid_mask.any(-1), of_rows(value, student, teacher).squeeze(-1), 0.0)
 
 
@@ -215,7 +221,8 @@ def vocab_parallel_topk_kl_div(
     (`vocab_parallel_topk_distill` renormalizes them over the k ids). For kind "forward" use the
     teacher's largest ids. For "reverse" and "jsd" use the student's own, from `vocab_parallel_topk`
     of detached logits, and the teacher's log-probabilities there, from
-    `vocab_parallel_gather(..., log_softmax=True)`.
+    `vocab_parallel_gather(..., log_softmax=True)`. A log-probability of -inf counts as -1e4 on
+    either side; a finite one is taken as it is, however small.
 
     Shape:
         student_logits: `[..., V/TP]`, or a DTensor sharded on its last dimension.
