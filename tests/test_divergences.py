@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -130,6 +131,26 @@ def test_a_shard_that_one_side_lacks_costs_what_its_columns_cost(
     value, grad = results[0][0], torch.cat([grad for _, grad in results], -1)
     torch.testing.assert_close(value, whole[0], rtol=2e-3, atol=1e-4)
     torch.testing.assert_close(grad, whole[1], rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_that_are_masked_with_numbers_cost_nothing(ranks, world: int, kind: str) -> None:
+    """As probabilities of 0 that weigh, whole shards of them too; as padding is often masked."""
+    least = torch.finfo(torch.float32).min
+    masks = itertools.product((least, -1e9), (None, least, -1e9, -torch.inf))
+    student, teacher, upstream = sample((16,), 12, torch.float32)
+    by_teacher = kind in ("forward", "cross_entropy")
+    weighs, other = (teacher, student) if by_teacher else (student, teacher)
+    for row, (own, others) in enumerate(masks):
+        for masked, columns in ((row, slice(6, None)), (row + 8, slice(4))):
+            weighs[masked, columns] = own
+            if others is not None:
+                other[masked, columns] = others
+    results = on_ranks(ranks, world, of_shards, student, teacher, upstream, kind)
+    value, grad = results[0][0], torch.cat([grad for _, grad in results], -1)
+    as_masked = [x.clamp(min=-1e9) for x in (student, teacher)]
+    check(value, grad, *as_masked, upstream, kind)
 
 
 def test_equal_distributions_differ_by_exactly_nothing() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_logprobs import linear_sampling_logprobs, vocab_parallel_sampling_logprobs
 from mcore_logprobs.kernels import budgets
+from tests.helpers.shards import on_ranks, shard, world_group
 
 
 def entropy_of(logprobs: Tensor) -> Tensor:
@@ -59,6 +60,38 @@ def test_the_entropy_over_a_record_with_an_impossible_id_learns() -> None:
     (expected,) = torch.autograd.grad(entropy_of(exact.log_softmax(-1)).sum(), exact)
     torch.testing.assert_close(grad.double()[:, [0, 2]], expected, rtol=0, atol=1e-6)
     assert (grad[:, [1, 3]] == 0).all()
+
+
+def recorded(logits: Tensor, *record: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probability, entropy, gradient of this rank's columns) over a record."""
+    leaf, mine = shard(logits)
+    found = vocab_parallel_sampling_logprobs(
+        mine,
+        torch.tensor([1]),
+        kept_ids=record,
+        entropy=True,
+        temperature=0.7,
+        tp_group=world_group(),
+    )
+    (2.0 * found.logprobs - found.kept_entropy).sum().backward()
+    return found.logprobs.detach(), found.kept_entropy.detach(), leaf.grad
+
+
+def test_a_rank_all_of_whose_kept_ids_are_masked_with_numbers(ranks) -> None:
+    """At this temperature the least number is -inf: 0 - it is inf, and inf * 0 NaN."""
+    logits = torch.randn(1, 8)
+    logits[0, 5:7] = torch.finfo(torch.float32).min
+    record = torch.tensor([0, 1, 5]), torch.tensor([0, 3])
+    exact = logits.double().requires_grad_()
+    logp = (exact[0, :2] / 0.7).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum()
+    (2.0 * logp[1] - entropy).backward()
+    for world in (1, 2):
+        results = on_ranks(ranks, world, recorded, logits, *record)
+        (logprob, kept_entropy, _), grad = results[0], torch.cat([x for *_, x in results], -1)
+        torch.testing.assert_close(logprob.double(), logp[1:].detach())
+        torch.testing.assert_close(kept_entropy.double(), entropy[None].detach())
+        torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_kept_ids_of_several_blocks_beside_the_whole_distribution() -> None:

@@ -279,17 +279,15 @@ def merge_pairs(stats: Tensor, spec: PairSpec, multipliers: Multipliers = (1.0, 
     if spec.kind in ("forward", "reverse"):
         apart = (max_s - max_t).sub_(row_max_s - row_max_t)
         near = _near(row_max_s, row_max_t, multipliers[0]) & (multipliers[0] == multipliers[1])
-        near = near & apart.isfinite()
-        apart = torch.where(
-            near, times_multiplier(apart, multipliers[0], rows_last=True), shift_s - shift_t
-        )
+        apart = times_multiplier(apart, multipliers[0], rows_last=True)
+        apart = torch.where(near & apart.isfinite(), apart, shift_s - shift_t)
         if spec.kind == "forward":
             moved = _moved(cross, excess, sum_t, sum_s, apart, exp_t, new_s - new_t)
         else:
             moved = _moved(cross, excess, sum_s, sum_t, -apart, exp_s, new_t - new_s)
         cross, excess = moved
     elif spec.kind == "cross_entropy":
-        cross = exp_t * (cross - shift_s * sum_t)
+        cross = torch.where(exp_t == 0.0, 0.0, exp_t * (cross - shift_s * sum_t))
     sums = (new_s.sum(0), row_max_t, new_t.sum(0), cross.sum(0), excess.sum(0))
     return torch.stack([row_max_s, *sums])
 
@@ -311,9 +309,11 @@ def _moved(
         new_difference: other - own about the new maxima. excess is cross more, but where y is small
             that difference has lost the digits of both.
     """
+    gone = decay == 0.0  # of masked columns; what it multiplies may be inf, and 0 * inf NaN
     near = excess + other * _exp_excess(apart) + apart * (excess - cross)
-    cross = decay * (cross - apart * own)
-    return cross, torch.where(apart.abs() <= 0.5, decay * near, cross + new_difference)
+    near = torch.where(gone, 0.0, decay * near)
+    cross = torch.where(gone, 0.0, decay * (cross - apart * own))
+    return cross, torch.where(apart.abs() <= 0.5, near, cross + new_difference)
 
 
 def _merge_max(parts: Tensor, multiplier: float | Tensor) -> tuple[Tensor, Tensor]:

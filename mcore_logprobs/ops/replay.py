@@ -187,7 +187,8 @@ class _RecordedLogits:
         local["max"].scatter_reduce_(0, row, torch.where(is_local, x, -torch.inf), "amax")
         shift = torch.where(local["max"].isneginf(), 0.0, local["max"])
         below = times_multiplier(x - shift[row], per_row(multiplier, row))
-        weight = torch.where(is_local, below.exp(), 0.0)
+        below = torch.where(is_local, below, LOG_ZERO)  # another rank's may be inf
+        weight = below.exp()
         local["sum"].index_add_(0, row, weight)
         local["target"].index_add_(0, row, torch.where(is_local & hit, x, 0.0))
         if self.spec.entropy:

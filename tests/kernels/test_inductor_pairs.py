@@ -23,7 +23,13 @@ from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.pair_source import beside
 from tests.helpers.covering import covering
 from tests.kernels.common import TRANSFORMS, doubled, lay_out, make_chunk, make_logits, setting_id
-from tests.kernels.two_sides import check_pair, divergence_of, far_apart, run_pair
+from tests.kernels.two_sides import (
+    check_pair,
+    divergence_of,
+    far_apart,
+    masked_with_numbers,
+    run_pair,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK = compiled._BLOCK
@@ -213,6 +219,13 @@ def test_columns_that_one_side_lacks_cost_much_and_stay_finite(lacks):
 def test_finite_logits_are_not_bounded(kind):
     student, teacher = far_apart(kind, 1200)
     check_pair(inductor, student, teacher, kind, out=torch.empty(3, 1200), ulps=8)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "cross_entropy"])
+def test_columns_that_are_masked_with_numbers_cost_nothing(kind):
+    """Some blocks have nothing else."""
+    student, teacher = masked_with_numbers(kind, WIDTH)
+    check_pair(inductor, student, teacher, kind, out=torch.empty(16, WIDTH), ulps=8)
 
 
 def test_nothing_of_the_logits_size_is_made():

@@ -34,7 +34,14 @@ from tests.kernels.common import (
     setting_id,
 )
 from tests.kernels.interpreter import interpreted
-from tests.kernels.two_sides import BETA, check_pair, divergence_of, far_apart, run_pair
+from tests.kernels.two_sides import (
+    BETA,
+    check_pair,
+    divergence_of,
+    far_apart,
+    masked_with_numbers,
+    run_pair,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [(BF16, BF16), (FP32, FP32), (FP32, BF16), (FP16, FP32)]
@@ -91,6 +98,16 @@ def test_finite_logits_are_not_bounded(kind):
     student, teacher = far_apart(kind, 1200)
     out = torch.empty(3, 1200, device=DEVICE)
     check_pair(triton_backend, student, teacher, kind, out=out, ulps=8)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "cross_entropy"])
+@interpreted
+def test_columns_that_are_masked_with_numbers_cost_nothing(kind):
+    """Some lanes and groups have nothing else."""
+    student, teacher = masked_with_numbers(kind, 1200)
+    check_pair(
+        triton_backend, student, teacher, kind, out=torch.empty(16, 1200, device=DEVICE), ulps=8
+    )
 
 
 @pytest.mark.parametrize("lacks", ["student", "teacher"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.kernels import pairs
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.pairs import PairSpec, finalize_pair, merge_pairs
 from tests.helpers.oracles import assert_no_worse
 from tests.kernels.common import DEVICE, doubled
@@ -72,6 +73,31 @@ def far_apart(kind: str, width: int) -> tuple[Chunk, Chunk]:
     far[:, 5] += 9.0
     student, teacher = (near, far) if kind == "reverse" else (far, near)
     return Chunk(student, width), Chunk(teacher, width)
+
+
+LEAST = torch.finfo(torch.float32).min
+
+
+def masked_with_numbers(kind: str, width: int) -> tuple[Chunk, Chunk]:
+    """(student, teacher) of which one or both have columns that large negative numbers mask.
+
+    What weighs has probability 0 there, so that the divergence is moderate. Rows differ in which
+    columns these are, and in the numbers.
+    """
+    student, teacher = torch.randn(2, 16, width, device=DEVICE)
+    by_teacher = kind in ("forward", "cross_entropy")
+    weighs, other = (teacher, student) if by_teacher else (student, teacher)
+    for row, (own, others) in enumerate(
+        itertools.product((LEAST, -1e9), (None, LEAST, -1e9, -torch.inf))
+    ):
+        for masked, columns in ((row, slice(0, width // 2)), (row + 8, slice(width // 3, None))):
+            weighs[masked, columns] = own
+            if others is not None:
+                other[masked, columns] = others
+    # At half the temperature the least number is -inf.
+    temperature = torch.where(torch.arange(16, device=DEVICE) < 8, 1.0, 0.5)
+    processing = Processing.of(temperature=temperature)
+    return Chunk(student, width, processing), Chunk(teacher, width, processing)
 
 
 def divergence_of(

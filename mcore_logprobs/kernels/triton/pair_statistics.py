@@ -67,8 +67,8 @@ def _log_ratios(s, t, base_s, base_t, multiplier_s, multiplier_t, rough):
     # Multipliers that differ count as maxima that do. Infinite or NaN is no raw difference.
     reach = tl.abs(gap * multiplier_s) + 1e30 * tl.abs(multiplier_s - multiplier_t)
     limit = tl.where(reach <= 1.0, float("inf"), 0.0)
-    raw = s - t
-    return tl.where(tl.abs(raw) < limit, (raw - gap) * multiplier_s, rough)
+    exact = (s - t - gap) * multiplier_s
+    return tl.where(tl.abs(exact) < limit, exact, rough)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _moved(
     elif KIND == REVERSE:
         cross, excess = _moved_cross(cross, excess, sum_s, sum_t, -apart, decay_s, new_t - new_s)
     elif KIND == CROSS_ENTROPY:
-        cross = (cross - shift_s * sum_t) * decay_t
+        cross = tl.where(decay_t == 0.0, 0.0, (cross - shift_s * sum_t) * decay_t)
     return new_s, new_t, cross, excess
 
 
@@ -92,8 +92,9 @@ def _moved(
 def _moved_cross(cross, excess, own, other, apart, decay, new_difference):
     """`kernels.pairs._moved`."""
     grown = exp_excess(apart, other, other * (exp(apart) - 1.0 - apart))
-    near = (excess + grown + apart * (excess - cross)) * decay
-    cross = (cross - apart * own) * decay
+    gone = decay == 0.0
+    near = tl.where(gone, 0.0, (excess + grown + apart * (excess - cross)) * decay)
+    cross = tl.where(gone, 0.0, (cross - apart * own) * decay)
     return cross, tl.where(tl.abs(apart) <= 0.5, near, cross + new_difference)
 
 
