@@ -52,7 +52,7 @@ class Tile(Protocol):
         """
 
     def whole_rows(self) -> Iterator[ChunkAt]:
-        """Chunks of some rows by all of this rank's true columns."""
+        """Chunks of some rows by all of this rank's true columns, of which there may be none."""
 
     def target_logits(self, local_target: Tensor) -> Tensor:
         """The raw logit of each row's target, `[rows]`, against which its rank is counted; 0 where
@@ -67,7 +67,7 @@ class RecomputedTile(Tile, Protocol):
     """Some rows of a source whose logits are computed when they are asked for."""
 
     def block(self, columns: slice) -> Chunk:
-        """The chunk of these columns, all of whose rows are the tile's."""
+        """The chunk of these columns, which may be padding, by the tile's rows."""
 
     def held_chunks(self) -> list[ChunkAt]:
         """Its chunks, all at one time."""
@@ -150,7 +150,8 @@ class Walked(Protocol):
             as it may find the tensors with other strides: rows are then saved in the tokens' order.
         may_keep: whether chunks of its `heads` (`head_operands.HeadOperands`) may be kept for the
             backward.
-        tensors: what gradients may be wanted of, and last the temperature of each token or None.
+        tensors: what gradients may be wanted of, the first not None; last the temperature of each
+            token, or None.
         shard: this rank's columns of the vocabulary.
         device: of everything.
         acc_dtype: of statistics and results, float32 or float64.
