@@ -71,7 +71,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, low_precision: bool = False) -
     if a.dtype == out.dtype:
         return torch.mm(a, b, out=out)
     if low_precision and a.device.type == "cpu":
-        return out.copy_(torch.mm(a, b))
+        return out.copy_(torch.mm(left_operand(a), b))
     if _has_wide_mm(a.dtype, a.device):
         return torch.mm(a, b, out_dtype=out.dtype, out=out)
     return torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
@@ -82,10 +82,23 @@ def add_product(a: Tensor, b: Tensor, out: Tensor, *, low_precision: bool = Fals
     if a.dtype == out.dtype:
         return torch.addmm(out, a, b, out=out)
     if low_precision and a.device.type == "cpu":
-        return out.add_(torch.mm(a, b))
+        return out.add_(torch.mm(left_operand(a), b))
     if _has_wide_addmm(a.dtype, a.device):
         return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     return out.add_(product(a, b, torch.empty_like(out)))
+
+
+def left_operand(a: Tensor) -> Tensor:
+    """a as torch can multiply it in its own dtype: on a CPU zeros lie behind the rows of 16 bits.
+
+    With AMX, oneDNN reads a row up to a multiple of 32 numbers, and multiplies what lies behind its
+    end by 0. Of NaN or inf there the product is NaN (uxlfoundation/oneDNN 5717; torch 2.15 has the
+    mended one).
+    """
+    missing = -a.shape[1] % 32
+    if missing == 0 or a.device.type != "cpu" or a.dtype not in _HALF or a.stride(1) != 1:
+        return a
+    return torch.nn.functional.pad(a, (0, missing))[:, : a.shape[1]]
 
 
 def rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -114,7 +127,7 @@ def range_scale(magnitudes: Tensor) -> Tensor:
 def rounded_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """`out = a @ b`, all of one dtype: added in float32 or better, and rounded once."""
     if a.device.type != "cuda" or a.dtype not in _HALF:
-        return torch.mm(a, b, out=out)
+        return torch.mm(left_operand(a), b, out=out)
     # The compiler traces no lock, and no flag of the process.
     if torch.compiler.is_compiling() or _adds_in_float16(a.dtype, a.device):
         return out.copy_(product(a, b, torch.empty_like(out, dtype=torch.float32)))

@@ -35,6 +35,7 @@ from mcore_logprobs.kernels.chunk import (
 from mcore_logprobs.kernels.products import (
     aligned,
     batch_invariant_matmul,
+    left_operand,
     product,
     rounded_to,
 )
@@ -273,8 +274,8 @@ class HeadOperands:
         assert out.shape == (tile.shape[0], weight.shape[0]), "a block is as large as its place"
         fixed = options.segments is not None
         if out.dtype == tile.dtype != self.acc_dtype and self.low_rank is None and not fixed:
-            # Tensor cores, low-precision result.
-            return torch.mm(tile, weight.t(), out=out)  # pragma: no cover (CUDA, or bfloat16 GEMMs)
+            left = left_operand(tile)  # tensor cores, low-precision result
+            return torch.mm(left, weight.t(), out=out)  # pragma: no cover (CUDA, or bfloat16 GEMMs)
         wide = out
         if out.dtype != self.acc_dtype:
             wide = self.buffer(*out.shape, self.acc_dtype)
