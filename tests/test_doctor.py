@@ -195,6 +195,31 @@ def test_right_batches_are_no_mistake(tmp_path, sequences, last) -> None:
     assert checked(tmp_path, input_ids=ids, labels=labels) == []
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            lambda ids, labels: ids,
+            "labels: expected the token after each input, got the input's own",
+        ),
+        (lambda ids, labels: labels.roll(-1, 1), "got the one after that at 100% of the positions"),
+        (lambda ids, labels: ids.roll(1, 1), "got the one before it at 10 of 10"),
+        (lambda ids, labels: labels.flip(0), "got it at 0% of 11 positions; are they [b, s]"),
+    ],
+    ids=["not shifted", "shifted twice", "shifted back", "of other rows"],
+)
+def test_some_rows_of_a_batch(tmp_path, wrong, said) -> None:
+    ids = torch.arange(65).view(5, 13)
+    ids, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
+    assert checked(tmp_path, input_ids=ids, labels=labels) == []
+    labels[[1, 3]] = wrong(ids, labels)[[1, 3]]
+    (problem,) = checked(tmp_path, input_ids=ids, labels=labels)
+    assert problem.startswith("2 of 5 rows (1, 3) differ from the others; row 1: labels: expected")
+    assert said in problem
+    labels[:, :6] = -100  # too few to tell
+    assert checked(tmp_path, input_ids=ids, labels=labels) == []
+
+
 def test_few_labels_that_happen_to_be_the_token_before(tmp_path) -> None:
     """Classification: one label per sequence, which says nothing of a shift."""
     labels = torch.full_like(IDS, -100)

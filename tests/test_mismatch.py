@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.__main__ import main
+from mcore_logprobs.debug.mismatch_result import RIGHT
 from mcore_logprobs.diagnostics import Settings, explain_mismatch, load_mismatch_dump
 from tests.helpers.distributed import get_pool
 from tests.megatron.common import megatron
@@ -343,7 +344,31 @@ def test_a_mistake_of_both_sides_is_noted(data: dict[str, Tensor]) -> None:
     same = Settings(temperature_applied=False)
     found = _explain(data, same, same)
     assert found.causes == ()
-    assert any("both sides: temperature not applied" in note for note in found.notes)
+    assert found.notes == (
+        "both sides: temperature not applied. They agree, and both are wrong, unless the logits "
+        "given are divided by it already",
+    )
+
+
+def test_a_side_that_is_nothing_that_was_tried_is_named(data: dict[str, Tensor]) -> None:
+    """As where half of a batch is shifted, or another temperature is applied."""
+    right = _reported(data, RIGHT)
+    half = right.clone()
+    half[::2] = _reported(data, Settings(alignment="labels late"))[::2]
+    inputs = {name: data[name] for name in GIVEN}
+    for train, rollout, named in (
+        (half, right, ["train"]),
+        (right, half, ["rollout"]),
+        (half, -right, ["train", "rollout"]),
+    ):
+        (note,) = explain_mismatch(train, rollout, **inputs, **SETTINGS).notes
+        head, sides = note.removesuffix(".").split(" mean |.|): ")
+        assert head.startswith("no setting that was tried gives what a side reports (nats away,")
+        assert [each.split()[0] for each in sides.split(". Are these")[0].split(", ")] == named
+        if named == ["train"]:  # its size is that of the remainder
+            size = (train - right)[data["mask"]]
+            size = float(size[size.isfinite()].abs().mean())
+            assert float(sides.split()[1].rstrip(".")) == pytest.approx(size, rel=0.1)
 
 
 def test_from_hidden_states(data: dict[str, Tensor]) -> None:

@@ -409,6 +409,31 @@ def test_one_line_where_no_chunk_fits(caplog: Any) -> None:
         head.stats(saved_bytes=-1)
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"softcap": 5.0}, "which a softcap or a bias (logit_bias, disallowed_ids) forbids"),
+        ({"disallowed_ids": [3]}, "which a softcap or a bias (logit_bias, disallowed_ids) forbids"),
+        ({"invariant_segments": 2}, "which invariant_segments forbids"),
+        ({"topk": 2}, "and this gradient needs exact ones"),
+        ({"logits_dtype": torch.bfloat16, "softcap": 5.0}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_one_line_where_no_chunk_is_kept(options: dict, reason: str | None, caplog: Any) -> None:
+    kept._logged.clear()
+    hidden, weight = torch.randn(6, 8).bfloat16().requires_grad_(), torch.randn(64, 8).bfloat16()
+    with caplog.at_level(logging.WARNING, "mcore_logprobs"):
+        for _ in range(2):
+            ml.linear_token_stats(
+                hidden, weight, torch.arange(6), saved_bytes=1 << 20, backend="torch", **options
+            )
+    wide = "torch.float32 logits of torch.bfloat16 operands are rounded for it"
+    line = f"saved_bytes=1048576: nothing is kept for the backward: {wide}, {reason}"
+    assert caplog.messages == ([] if reason is None else [line])
+
+
 def test_an_allocation_that_fails_names_the_setting(monkeypatch: Any) -> None:
     if not hasattr(RuntimeError, "add_note"):
         pytest.skip("notes on errors came with Python 3.11")

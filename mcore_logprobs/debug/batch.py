@@ -76,7 +76,8 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
         for ahead, what in ((0, "the input's own token"), (1, "the next one"))
     ]
     problems = _of_counts(given, counted, ignore_index)
-    problems += _of_shift(input_ids, labels, counted, ignore_index)
+    of_shift = _of_shift(input_ids, labels, counted, ignore_index)
+    problems += of_shift or _of_rows(input_ids, labels, counted, ignore_index)
     problems += _of_ids(input_ids, labels[given], vocab_size, facts)
     return BatchReport(facts, problems)
 
@@ -135,6 +136,21 @@ def _of_shift(input_ids: Tensor, labels: Tensor, counted: Tensor, ignore_index: 
             "positions; are they [b, s], and of these inputs, row by row?"
         ]
     return []
+
+
+def _of_rows(input_ids: Tensor, labels: Tensor, counted: Tensor, ignore_index: int) -> list[str]:
+    """Problems of single rows, of which the others are right."""
+    found: dict[int, str] = {}
+    for row in (counted[:, :-1].sum(1) >= _ENOUGH).nonzero().flatten().tolist():
+        part = slice(row, row + 1)
+        for problem in _of_shift(input_ids[part], labels[part], counted[part], ignore_index):
+            found[row] = problem
+    if not found:
+        return []
+    rows = ", ".join(map(str, list(found)[:_ENOUGH])) + (", ..." if len(found) > _ENOUGH else "")
+    first, problem = next(iter(found.items()))
+    some = f"{len(found)} of {len(labels)} rows ({rows})"
+    return [f"{some} differ from the others; row {first}: {problem}"]
 
 
 def _share(input_ids: Tensor, labels: Tensor, counted: Tensor, ahead: int) -> float:

@@ -61,6 +61,8 @@ from mcore_logprobs.debug.mismatch_search import (
     distance,
 )
 
+_BEYOND_ROUNDING = 0.1  # nats, mean |.|, which layers that round and stale weights stay below
+
 
 def explain_mismatch(
     train_logprobs: object,
@@ -174,14 +176,41 @@ def explain_mismatch(
     for name in SETTINGS:
         shared = getattr(ours, name) == getattr(theirs, name) != getattr(RIGHT, name)
         if shared and name not in changed:
-            notes.append(f"both sides: {CAUSES[name][0]}. They agree, and both are wrong")
+            unless = ""
+            if name == "temperature_applied":
+                unless = ", unless the logits given are divided by it already"
+            notes.append(f"both sides: {CAUSES[name][0]}. They agree, and both are wrong{unless}")
     # Each figure takes collectives: in one order on all ranks, which a set of texts has not.
     path = dict.fromkeys((ours, theirs, *(settings for _, *pair in steps for settings in pair)))
     figures = {settings: rows.logprobs(settings, batch.positions) for settings in path}
+    notes += _unlike_any(batch, figures[ours], figures[theirs])
     parts = [
         (name, before, after, figures[before] - figures[after]) for name, before, after in steps
     ]
     return _explained(batch, parts, list(figures.values()), ours, theirs, threshold, notes)
+
+
+def _unlike_any(batch: Batch, ours: Tensor, theirs: Tensor) -> list[str]:
+    """A note on a side that is no computation that was tried.
+
+    Args:
+        ours, theirs: the figures that come closest to either side, `[tokens]`.
+    """
+    apart = {}
+    for side, reported, figures in (
+        ("train", batch.train, ours),
+        ("rollout", batch.rollout, theirs),
+    ):
+        size = (reported[batch.positions] - figures).abs()
+        apart[side] = float(size[size.isfinite()].mean())
+    unlike = [f"{side} {mean:.1e}" for side, mean in apart.items() if mean > _BEYOND_ROUNDING]
+    if not unlike:
+        return []
+    return [
+        "no setting that was tried gives what a side reports (nats away, mean |.|): "
+        f"{', '.join(unlike)}. Are these its logits, its targets, and the sampler's temperature "
+        "and filters?"
+    ]
 
 
 def _explained(

@@ -84,7 +84,7 @@ CAUSES: dict[str, tuple[str, str, str]] = {
     ),
     "filter_applied": (
         "truncation mass",
-        "the sampler's top_k, top_p and min_p in vocab_parallel_sampling_logprobs",
+        "LogprobConfig(top_k=, top_p=, min_p=), the sampler's; or vocab_parallel_sampling_logprobs",
         'log-probabilities after the filters (vLLM: logprobs_mode="processed_logprobs")',
     ),
 }

@@ -248,12 +248,13 @@ def linear_token_stats(
       kept as they are. The gradients are the same as without saved_bytes.
     - float32 logits of bfloat16 or float16 operands are kept in 16 bits per logit, and 8 bytes per
       row. A probability in the gradient is then off by at most 2^-11 of itself (rounding dLogits to
-      bfloat16: 2^-9). With a softcap, a bias or invariant_segments they are computed again.
+      bfloat16: 2^-9). With a softcap, a bias (logit_bias and disallowed_ids are one),
+      invariant_segments, candidate_ids or topk they are computed again.
 
     Other operations keep only the first kind, because their gradients need exact logits:
     divergences, filters, `linear_gather` with log_softmax and `linear_map`. `linear_policy_loss`
     has three GEMMs without it, and keeps nothing. Hidden states that are gathered under sequence
-    parallelism are gathered again. If not even one chunk fits, one log line says so.
+    parallelism are gathered again. If nothing is kept, one log line says why.
 
     With logits_dtype=torch.bfloat16 every GEMM of a bfloat16 head is a bfloat16 one, on a CPU with
     instructions for them. Each chunk's part of a gradient is then rounded once before it is added

@@ -57,16 +57,19 @@ def plan_kept(heads: Sequence[HeadOperands], rereads: Rereads) -> tuple[KeptPlan
     saved = next(x.options.saved for x in heads if x.options.saved is not None)
     if rereads == "nothing":
         return ()
-    usable = [_is_exact(x) or (rereads == "rounded" and _may_round(x)) for x in heads]
+    refusals = [_refusal(x, rereads) for x in heads]
+    if all(refusals):
+        _log_once(f"saved_bytes={saved.count}: nothing is kept for the backward: {refusals[0]}")
+        return ()
     places: list[list[tuple[int, int]]] = [[] for _ in heads]
     least, before = 0, saved.left
     for rows, number, columns in _walk(heads[0]):
-        for head, kept, serves in zip(heads, places, usable, strict=True):
-            size = _chunk_bytes(head, rows, columns) if serves else math.inf
+        for head, kept, refusal in zip(heads, places, refusals, strict=True):
+            size = math.inf if refusal else _chunk_bytes(head, rows, columns)
             if size <= saved.left:
                 saved.left -= int(size)
                 kept.append((number, columns.start))
-            elif serves:
+            elif not refusal:
                 least = min(least, int(size)) or int(size)
     if least and saved.left == saved.count:
         _log_once(
@@ -97,12 +100,19 @@ def _is_exact(head: HeadOperands) -> bool:
     return head.options.logits_dtype.itemsize <= head.options.compute_dtype.itemsize
 
 
-def _may_round(head: HeadOperands) -> bool:
-    """A softcap or a bias moves logits by more than a code's range and step are made for; with
-    segments a rank's other chunks would leave their mark on bits.
-    """
+def _refusal(head: HeadOperands, rereads: Rereads) -> str:
+    """Why a head's chunks are not kept for such a gradient, in words; "" if they are."""
     options = head.options
-    return options.softcap is None and head.processing.bias is None and options.segments is None
+    if _is_exact(head):
+        return ""
+    wide = f"{options.logits_dtype} logits of {options.compute_dtype} operands are rounded for it"
+    if rereads == "exact":
+        return f"{wide}, and this gradient needs exact ones"
+    # A softcap or a bias moves logits by more than a code's range and step are made for; with
+    # segments a rank's other chunks would leave their mark on bits.
+    if options.softcap is not None or head.processing.bias is not None:
+        return f"{wide}, which a softcap or a bias (logit_bias, disallowed_ids) forbids"
+    return "" if options.segments is None else f"{wide}, which invariant_segments forbids"
 
 
 def _chunk_bytes(head: HeadOperands, rows: int, columns: slice) -> int:
