@@ -104,6 +104,9 @@ def test_what_an_error_looks_like() -> None:
     report = audit(audited.overwrites, kind="entropy", tp=(1,))
     assert report.ok
     assert report.remarks == ("overwrites its logits",)
+    report = audit(audited.overwrites_its_ids, kind="target_rank", tp=(1,))
+    assert report.ok
+    assert report.remarks == ("overwrites its target",)
 
 
 def test_ranks_are_exact_in_a_large_vocabulary_too() -> None:

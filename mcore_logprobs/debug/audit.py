@@ -240,8 +240,8 @@ def _judge(
     remarks = []
     refused = {f["layout"]: f["refused"] for f in found if "refused" in f}
     remarks += [f"does not take {layout}: {why}" for layout, why in refused.items()]
-    if any(f.get("modified") for f in found):
-        remarks.append("overwrites its logits")
+    if modified := dict.fromkeys(name for f in found for name in f.get("modified", ())):
+        remarks.append(f"overwrites its {', '.join(modified)}")
     return AuditReport(spec, kind, tuple(rows), tuple(remarks))
 
 

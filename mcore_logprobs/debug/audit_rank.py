@@ -340,7 +340,6 @@ def _one(
     leaf = inputs["logits"][..., mine].clone(memory_format=torch.preserve_format)
     leaf.requires_grad_(kind.differentiable)
     logits = leaf.clone()  # no leaf: as a model's output, it may be overwritten
-    before = leaf.detach().clone()
     by_parameter = {
         "logits": logits,
         "target": inputs["target"].clone(),
@@ -353,6 +352,8 @@ def _one(
         "size": job.size,
         "chunk": 3,
     }
+    given = {name: x for name, x in by_parameter.items() if isinstance(x, Tensor)}
+    before = {name: x.detach().clone() for name, x in given.items()}
     try:
         result = _call(fn, kind, by_parameter, dict(job.call))
     except Exception as error:
@@ -364,7 +365,7 @@ def _one(
     results = results[: len(kind.parts)]
     if len(results) < len(kind.parts) or not all(isinstance(x, Tensor) for x in results):
         raise TypeError(f"expected {len(kind.parts)} tensors, got {told}")
-    rows = []
+    rows: list[dict[str, object]] = []
     loss, exact_loss = torch.zeros(()), torch.zeros((), dtype=torch.float64)
     for i, (part, want) in enumerate(zip(kind.parts, exact, strict=True)):
         got = results[i].reshape(results[i].shape)
@@ -379,17 +380,17 @@ def _one(
         local_weight = weight[..., mine] if kind.sharded else weight
         if kind.differentiable:
             loss = loss + (got * local_weight.to(got.dtype)).sum()
+    changed = [name for name, x in given.items() if not torch.equal(x.detach(), before[name])]
+    rows[0]["modified"] = changed
     if not kind.differentiable:
         return rows
     if not loss.requires_grad:
         return [*rows, {"tensor": "d logits", "error": float("inf"), "note": "no gradient"}]
-    modified = not torch.equal(logits.detach(), before)
     loss.backward()
     exact_loss.backward()
     assert exact_leaf.grad is not None
-    grad = torch.zeros_like(before) if leaf.grad is None else leaf.grad
-    row = {"tensor": "d logits", **_difference(grad, exact_leaf.grad[..., mine])}
-    return [*rows, row | {"modified": modified}]
+    grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return [*rows, {"tensor": "d logits", **_difference(grad, exact_leaf.grad[..., mine])}]
 
 
 def _call(fn: Any, kind: Kind, given: dict[str, object], call: dict[str, object]) -> object:

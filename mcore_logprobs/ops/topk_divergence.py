@@ -222,7 +222,7 @@ def vocab_parallel_topk_kl_div(
     teacher's largest ids. For "reverse" and "jsd" use the student's own, from `vocab_parallel_topk`
     of detached logits, and the teacher's log-probabilities there, from
     `vocab_parallel_gather(..., log_softmax=True)`. A log-probability of -inf counts as -1e4 on
-    either side; a finite one is taken as it is, however small.
+    either side, with tail="renormalize" once it is normalized; a finite one is taken as it is.
 
     Shape:
         student_logits: `[..., V/TP]`, or a DTensor sharded on its last dimension.
