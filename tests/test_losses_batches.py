@@ -397,6 +397,53 @@ def test_ranks_that_count_other_sequences(ranks) -> None:
     ranks(2).run(sequences_that_ranks_count_otherwise)
 
 
+@pytest.mark.parametrize(
+    ("loss", "more"),
+    [
+        (losses.ClippedLoss(weighted=True), (torch.tensor([0.0, 1.0]),)),
+        (losses.WeightedLoss(losses.ClippedLoss()), (torch.tensor([0.0, 1.0]),)),
+    ],
+    ids=["weighted", "WeightedLoss"],
+)
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf])
+def test_a_weight_of_zero_masks_any_advantage(loss: Any, more: Any, spoilt: float) -> None:
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    found = loss(logprobs, None, torch.tensor([-1.0, -1.0]), torch.tensor([spoilt, 1.0]), *more)
+    assert found.tolist() == [0.0, -1.0]
+    assert torch.autograd.grad(found.sum(), logprobs)[0].tolist() == [0.0, -1.0]
+
+
+def test_a_token_that_icepop_drops_may_hold_any_advantage() -> None:
+    logprobs, rollout = torch.tensor([-1.0, -1.0], requires_grad=True), torch.tensor([-9.0, -1.0])
+    given = torch.tensor([-1.0, -1.0]), rollout, torch.tensor([math.nan, 1.0])
+    found = losses.IcePopLoss()(logprobs, None, *given)
+    assert found.tolist() == [0.0, -1.0]
+    assert torch.autograd.grad(found.sum(), logprobs)[0].tolist() == [0.0, -1.0]
+
+
+def test_sums_of_float16_leave_its_range() -> None:
+    logprobs, mask = torch.full((1, 40_000), -2.0, dtype=torch.float16), torch.ones(1, 40_000)
+    assert losses.sequence_sum(logprobs, mask).item() == -80_000.0
+    assert losses.sequence_mean(logprobs, mask).item() == -2.0
+    old, advantages = logprobs + 1.0, torch.full((1, 1), 1e-8)
+    found = losses.GSPOLoss().second_pass(logprobs, old, advantages, mask)
+    assert found["sequence_log_ratio"][0, 0] == -1.0
+    assert found["advantages"][0, 0] == advantages[0, 0]
+    weighted = losses.WeightedLoss(losses.SFTLoss())(logprobs[0, :1], None, advantages[0])
+    torch.testing.assert_close(weighted, 2.0 * advantages[0])
+
+
+def test_kl_cov_chooses_no_token_at_minus_infinity() -> None:
+    logprobs = torch.full((1, 10), -math.inf)
+    logprobs[0, :4] = -torch.rand(4)
+    given = torch.full((1, 10), -1.0), torch.randn(1, 10), torch.ones(1, 10)
+    found = losses.KLCovLoss(share=0.5).second_pass(logprobs, *given)
+    assert found["chosen"].tolist() == [[1.0] * 4 + [0.0] * 6]
+    rows = torch.tensor([-1.0, -1.0]), None, torch.tensor([-math.inf, -1.0])
+    value = losses.KLCovLoss(kl_coef=0.0)(*rows, torch.zeros(2), torch.ones(2))
+    assert value.tolist() == [0.0, 0.0]
+
+
 def test_a_ratio_of_nan_is_not_vetoed_away() -> None:
     train, rollout = torch.tensor([[-1.0, torch.nan, -20.0]]), torch.full((1, 3), -1.0)
     mask = torch.ones(1, 3, dtype=torch.bool)

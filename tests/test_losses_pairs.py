@@ -23,6 +23,35 @@ def test_dpo_against_an_impossible_answer():
     assert [g.item() for g in torch.autograd.grad(loss.sum(), [chosen, rejected])] == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("loss", "settings", "of_impossible_chosen", "of_impossible_rejected"),
+    [
+        (
+            losses.dpo_loss,
+            {"loss_type": "exo", "label_smoothing": 0.1},
+            -math.log(0.1),
+            -math.log(0.9),
+        ),
+        (losses.dpo_loss, {"loss_type": "robust"}, math.inf, 0.0),
+        (losses.cpo_loss, {"nll_coef": 0.0}, math.inf, 0.0),
+    ],
+    ids=["exo", "robust", "cpo"],
+)
+def test_a_term_of_factor_zero_is_nothing(
+    loss, settings, of_impossible_chosen, of_impossible_rejected
+):
+    """Of an answer at -inf the term is -inf: 0 times it would be NaN."""
+    more = [torch.zeros(2)] * 2 if loss is losses.dpo_loss else []
+    chosen = torch.tensor([-torch.inf, -5.0], requires_grad=True)
+    rejected = torch.tensor([-5.0, -torch.inf], requires_grad=True)
+    found = loss(chosen, rejected, *more, **settings)
+    expected = torch.tensor([of_impossible_chosen, of_impossible_rejected])
+    torch.testing.assert_close(found, expected)
+    for grad in torch.autograd.grad(found.sum(), (chosen, rejected)):
+        assert grad.isfinite().all()
+        assert grad[1] == 0.0
+
+
 def _log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
 

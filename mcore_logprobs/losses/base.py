@@ -26,8 +26,7 @@ from mcore_logprobs.losses.per_token import (
     check_shape,
     check_tensor,
     kl_unbiased,
-    log_ratio_of,
-    times,
+    masked_product,
 )
 from mcore_logprobs.spelling import SuggestsFields, suggesting
 
@@ -151,15 +150,18 @@ class TokenLoss(SuggestsFields):
             check_tensor("logprobs", logprobs)
             check_tensor("advantages", advantages)
             check_advantages(advantages, logprobs, seq_dim)
-            log_ratio = log_ratio_of(logprobs, old_logprobs, "old_logprobs")
+            check_shape("old_logprobs", old_logprobs, logprobs)
             valid_mask = counted(mask, logprobs, seq_dim)
             if self._of_batch:
                 check_call(None, group, logprobs.device)
+        # Sums over a sequence or a batch leave float16's range.
+        wide = logprobs.detach().to(torch.promote_types(logprobs.dtype, torch.float32))
+        old = _widened(old_logprobs, wide)
         first_pass: Given = {
-            "logprobs": logprobs.detach(),
-            "old_logprobs": old_logprobs.detach(),
-            "log_ratio": log_ratio,
-            "advantages": advantages.detach().to(logprobs.dtype).expand_as(logprobs),
+            "logprobs": wide,
+            "old_logprobs": old,
+            "log_ratio": wide - old,
+            "advantages": _widened(advantages, wide).expand_as(wide),
             "mask": valid_mask,
             "seq_dim": seq_dim,
             "group": group,
@@ -199,7 +201,7 @@ class TokenLoss(SuggestsFields):
         """The advantages, times importance weights at least 0 where the objective takes some."""
         if "importance_weights" not in self.tensors:
             return given["advantages"]
-        return times(given["advantages"], given["importance_weights"])
+        return masked_product(given["advantages"], given["importance_weights"])
 
     def policy(self, logprobs: Tensor, given: Given) -> Tensor:
         """The term that an advantage of 0 masks; those given are the weighted ones."""
@@ -289,7 +291,7 @@ class WeightedLoss(_Wrapped):
         return (*self.loss.tensors, "weights")
 
     def of_token(self, logprobs: Tensor, entropy: Tensor | None, given: Given) -> Tensor:
-        weights = given["weights"].to(logprobs.dtype)
+        weights = given["weights"]
         return weights * _zero_where(
             weights == 0.0, logprobs, lambda x: self.loss.of_token(x, entropy, given)
         )
@@ -337,7 +339,7 @@ def sequence_sum(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
         ValueError: a mask of another shape or (on a CPU; elsewhere a device-side assert) that holds
             anything but 0 and 1; a seq_dim that is no dimension.
     """
-    return torch.where(counted(mask, values, seq_dim), values, 0.0).sum(seq_dim, keepdim=True)
+    return _sum_of(counted(mask, values, seq_dim), values, seq_dim)
 
 
 @suggesting
@@ -349,7 +351,13 @@ def sequence_mean(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
     """
     valid_mask = counted(mask, values, seq_dim)
     tokens = valid_mask.sum(seq_dim, keepdim=True).clamp(min=1)
-    return torch.where(valid_mask, values, 0.0).sum(seq_dim, keepdim=True) / tokens
+    return _sum_of(valid_mask, values, seq_dim) / tokens
+
+
+def _sum_of(valid_mask: Tensor, values: Tensor, seq_dim: int) -> Tensor:
+    """Float32 of 16 bits: a sequence's log-probability leaves float16's range."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return torch.where(valid_mask, values, 0.0).sum(seq_dim, keepdim=True, dtype=dtype)
 
 
 def counted(mask: Tensor, values: Tensor, seq_dim: int = 1) -> Tensor:

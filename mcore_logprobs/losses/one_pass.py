@@ -39,6 +39,7 @@ from mcore_logprobs.losses.per_token import (
     kl_k2,
     largest_exponent,
     log_ratio_of,
+    masked_product,
     times,
 )
 from mcore_logprobs.spelling import suggesting
@@ -153,7 +154,7 @@ class IcePopLoss(TokenLoss):
         weights = masked_importance_weights(
             given["old_logprobs"], given["rollout_logprobs"], low=self.low, high=self.high
         )
-        return times(given["advantages"], weights)
+        return masked_product(given["advantages"], weights)
 
     def policy(self, logprobs: Tensor, given: Given) -> Tensor:
         log_ratio = logprobs - given["old_logprobs"]

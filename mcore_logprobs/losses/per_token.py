@@ -58,6 +58,11 @@ def times(weight: Tensor, value: Tensor) -> Tensor:
     return weight * value.masked_fill(weight == 0.0, 0.0)
 
 
+def masked_product(a: Tensor, b: Tensor) -> Tensor:
+    """a * b, and 0 where either is 0, whatever the other is; without gradient."""
+    return torch.where((a == 0.0) | (b == 0.0), 0.0, a * b)
+
+
 def log_ratio_of(logprobs: Tensor, other: Tensor, name: str) -> Tensor:
     """log p / q of log-probabilities of one shape, without gradient; `name` is q's."""
     check_shape(name, other, logprobs)

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import check_choice, check_fraction, check_not_negative, check_positive
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.consistency import check_call, comparing
-from mcore_logprobs.losses.per_token import check_shape, check_tensor
+from mcore_logprobs.losses.per_token import check_shape, check_tensor, times
 from mcore_logprobs.spelling import suggesting
 
 __all__ = [
@@ -97,12 +97,15 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _robust(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:
+    if a == 0.0:
+        return -F.logsigmoid(m)
     return (-(1.0 - a) * F.logsigmoid(m) + a * F.logsigmoid(-m)) / (1.0 - 2.0 * a)
 
 
 def _exo(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:
-    toward, away = F.logsigmoid(m), F.logsigmoid(-m)
-    return m.sigmoid() * (toward - math.log1p(-a)) + (-m).sigmoid() * (away - math.log(a))
+    # A side whose probability is 0 has no part, though its logarithm may be -inf.
+    toward = times(m.sigmoid(), F.logsigmoid(m) - math.log1p(-a))
+    return toward + times((-m).sigmoid(), F.logsigmoid(-m) - math.log(a))
 
 
 def _nca(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:
@@ -198,7 +201,8 @@ def cpo_loss(
         sequences' log-probabilities (`sequence_sum`), `[...]` each -> `[...]`. Differentiable.
     """
     check_not_negative("nll_coef", nll_coef)
-    return -F.logsigmoid(_margin(chosen, rejected, beta)) - nll_coef * chosen
+    loss = -F.logsigmoid(_margin(chosen, rejected, beta))
+    return loss - nll_coef * chosen if nll_coef > 0.0 else loss
 
 
 @suggesting

@@ -459,11 +459,14 @@ class KLCovLoss(_OfBatch, ImportanceLoss):
     def choose(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
         covariance = _covariance(logprobs, advantages)
         highest = covariance.topk(max(int(self.share * len(covariance)), 1)).indices
-        return torch.zeros_like(covariance, dtype=torch.bool).index_fill_(0, highest, True)
+        chosen = torch.zeros_like(covariance, dtype=torch.bool).index_fill_(0, highest, True)
+        return chosen & ~covariance.isneginf()
 
     def numbers(self, given: Given) -> dict[str, Tensor]:
         return {"chosen": super().numbers(given)["chosen"]}
 
     def penalty(self, logprobs: Tensor, entropy: Tensor | None, given: Given) -> Tensor | None:
+        if self.kl_coef == 0.0:
+            return None
         distance = (logprobs - given["old_logprobs"]).masked_fill(given["chosen"] == 0.0, 0.0).abs()
         return self.kl_coef * given["chosen"] * distance
