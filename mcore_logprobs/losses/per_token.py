@@ -59,7 +59,7 @@ def times(weight: Tensor, value: Tensor) -> Tensor:
 
 
 def masked_product(a: Tensor, b: Tensor) -> Tensor:
-    """a * b, and 0 where either is 0, whatever the other is; without gradient."""
+    """a * b, and 0 if either is 0, whatever the other is; without gradient."""
     return torch.where((a == 0.0) | (b == 0.0), 0.0, a * b)
 
 
