@@ -455,6 +455,27 @@ def test_finite_logits_are_not_bounded_however_far_apart(dtype):
         assert abs(float(found) - exact) < 1e-6 * exact
 
 
+@pytest.mark.parametrize("generalized", [False, True], ids=["kl", "generalized"])
+@pytest.mark.parametrize("kind", ["reverse", "jsd", "skewed_reverse"])
+def test_ids_that_are_masked_with_the_least_number_get_no_gradient(kind, generalized):
+    """Not NaN either: what a probability of 0 multiplies may overflow in the backward."""
+    least = torch.finfo(torch.float32).min
+    logits, upstream = torch.randn(3, 9), torch.tensor([2.0, -1e4, 0.5])
+    logits[0, [2, 3]] = logits[1, :8] = least
+    ids = torch.tensor([[1, 2, 3], [8, 0, 4], [5, 6, 7]])
+    teacher = torch.randn(3, 9).log_softmax(-1).gather(-1, ids)
+    for tail in ("ignore",) if generalized else ("ignore", "bin", "renormalize"):
+        found = []
+        for masked in (least, -1e9):
+            leaf = logits.clamp(min=masked).requires_grad_()
+            options = {"kind": kind, "tail": tail, "generalized": generalized}
+            value = vocab_parallel_topk_kl_div(leaf, teacher, ids, **options)
+            found.append([value.detach(), *torch.autograd.grad((value * upstream).sum(), leaf)])
+        for least_number, large_number in zip(*found, strict=True):
+            assert large_number.isfinite().all()
+            torch.testing.assert_close(least_number, large_number)
+
+
 def _in_logarithms(logp, logq, kind: str, generalized: bool):
     """Each id's share at beta = 0.5, also where a probability is 0 whose logarithm is finite."""
 

@@ -90,11 +90,13 @@ class TopKDivergence:
     def _share(self, log_a: Tensor, log_b: Tensor) -> Tensor:
         """a log(a / b), or what is generalized: a log(a / b) - a + b."""
         a, log_ratio = log_a.exp(), log_b - log_a
+        # Of a = 0 it may be near float32's end, and overflow where the backward multiplies it.
+        weighted = a * log_ratio.masked_fill(a == 0.0, 0.0)
         if not self.generalized:
-            return -a * log_ratio
+            return -weighted
         far = log_ratio.abs() >= 1.0
         small = log_ratio.masked_fill(far, 0.0)  # near a = b the terms of the other form cancel
-        return torch.where(far, log_b.exp() - a - a * log_ratio, a * (torch.expm1(small) - small))
+        return torch.where(far, log_b.exp() - a - weighted, a * (torch.expm1(small) - small))
 
 
 def _renormalized(logprobs: Tensor) -> Tensor:
