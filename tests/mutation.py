@@ -44,6 +44,7 @@ ANY_OPERATION = (
 TESTS = {
     "ops/sampl": "tests/test_choices.py tests/test_nan_rows.py tests/test_filters_hidden.py "
     f"{OPERATIONS}",
+    "ops/topk_div": f"tests/test_topk_divergence.py tests/test_nan_rows.py {OPERATIONS}",
     "ops/topk": f"tests/test_choices.py tests/test_hidden_edges.py {OPERATIONS}",
     "ops/divergence": "tests/test_new_source.py tests/test_divergences.py "
     f"tests/test_nan_rows.py tests/test_lazy_operations.py {OPERATIONS}",

@@ -162,7 +162,7 @@ another_cpu() (  # another_cpu CAPABILITY ISA: as ATEN_CPU_CAPABILITY and ONEDNN
     export TORCHINDUCTOR_CACHE_DIR="$VIRTUAL_ENV/inductor-$1"
     ATEN_CPU_CAPABILITY=$1 MKL_ENABLE_INSTRUCTIONS=${3:-$2} ONEDNN_MAX_CPU_ISA=$2 python -m pytest -q -m "not night" \
         tests/test_operations.py tests/test_soundness.py tests/test_large_logits.py tests/test_invariant_*.py \
-        tests/test_policy_loss.py tests/test_divergences.py tests/kernels/test_inductor_pairs.py
+        tests/test_policy_loss.py tests/test_divergences.py tests/test_topk_divergence.py tests/kernels/test_inductor_pairs.py
 )
 # Tests of models, drop-ins and calls, all of them in many tiles and blocks (tests/helpers/sizes.py).
 many_blocks() (  # two processes: after the tests of models torch.compile does not know torch.full_like
@@ -172,7 +172,7 @@ many_blocks() (  # two processes: after the tests of models torch.compile does n
     run tests/megatron tests/dropin tests/context_parallel || failed=1
     run tests/test_lazy*.py tests/test_losses_in_training.py \
         tests/test_{choices,divergences,drafts,dtensor,filters_hidden,hidden_edges,linear_map,nan_rows,new_source}.py \
-        tests/test_{outlived,policy_loss,prefix_tree,rows,sample,saved_bytes,soundness,statistics_edges}.py \
+        tests/test_{outlived,policy_loss,prefix_tree,rows,sample,saved_bytes,soundness,statistics_edges,topk_divergence}.py \
         || failed=1
     exit "$failed"
 )

@@ -214,7 +214,9 @@ def test_some_rows_of_a_batch(tmp_path, wrong, said) -> None:
     assert checked(tmp_path, input_ids=ids, labels=labels) == []
     labels[[1, 3]] = wrong(ids, labels)[[1, 3]]
     (problem,) = checked(tmp_path, input_ids=ids, labels=labels)
-    assert problem.startswith("2 of 5 rows (1, 3) differ from the others; row 1: labels: expected")
+    assert problem.startswith(
+        "2 of 5 rows, [1, 3], differ from the others; row 1: labels: expected"
+    )
     assert said in problem
     labels[:, :6] = -100  # too few to tell
     assert checked(tmp_path, input_ids=ids, labels=labels) == []

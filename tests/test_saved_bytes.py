@@ -412,10 +412,13 @@ def test_one_line_where_no_chunk_fits(caplog: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"softcap": 5.0}, "which a softcap or a bias (logit_bias, disallowed_ids) forbids"),
-        ({"disallowed_ids": [3]}, "which a softcap or a bias (logit_bias, disallowed_ids) forbids"),
-        ({"invariant_segments": 2}, "which invariant_segments forbids"),
-        ({"topk": 2}, "and this gradient needs exact ones"),
+        ({"softcap": 5.0}, "which a softcap or a bias (logit_bias, disallowed_ids) does not allow"),
+        (
+            {"disallowed_ids": [3]},
+            "which a softcap or a bias (logit_bias, disallowed_ids) does not allow",
+        ),
+        ({"invariant_segments": 2}, "which invariant_segments does not allow"),
+        ({"topk": 2}, "and the gradient requires exact ones"),
         ({"logits_dtype": torch.bfloat16, "softcap": 5.0}, None),
         ({}, None),
     ],
@@ -429,8 +432,11 @@ def test_one_line_where_no_chunk_is_kept(options: dict, reason: str | None, capl
             ml.linear_token_stats(
                 hidden, weight, torch.arange(6), saved_bytes=1 << 20, backend="torch", **options
             )
-    wide = "torch.float32 logits of torch.bfloat16 operands are rounded for it"
-    line = f"saved_bytes=1048576: nothing is kept for the backward: {wide}, {reason}"
+    line = (
+        "saved_bytes=1048576: no logits are kept for this backward: torch.float32 logits of "
+        f"torch.bfloat16 operands would be rounded, {reason}; logits of "
+        "logits_dtype=torch.bfloat16 are kept"
+    )
     assert caplog.messages == ([] if reason is None else [line])
 
 

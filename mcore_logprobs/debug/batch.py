@@ -147,10 +147,9 @@ def _of_rows(input_ids: Tensor, labels: Tensor, counted: Tensor, ignore_index: i
             found[row] = problem
     if not found:
         return []
-    rows = ", ".join(map(str, list(found)[:_ENOUGH])) + (", ..." if len(found) > _ENOUGH else "")
-    first, problem = next(iter(found.items()))
-    some = f"{len(found)} of {len(labels)} rows ({rows})"
-    return [f"{some} differ from the others; row {first}: {problem}"]
+    first = next(iter(found))
+    rows = f"{len(found)} of {len(labels)} rows, {list(found)[:8]}"
+    return [f"{rows}, differ from the others; row {first}: {found[first]}"]
 
 
 def _share(input_ids: Tensor, labels: Tensor, counted: Tensor, ahead: int) -> float:

@@ -309,7 +309,7 @@ def _moved(
         new_difference: other - own about the new maxima. excess is cross more, but where y is small
             that difference has lost the digits of both.
     """
-    gone = decay == 0.0  # of masked columns; what it multiplies may be inf, and 0 * inf NaN
+    gone = decay == 0.0  # as of masked columns: what it multiplies may be inf, and 0 * inf is NaN
     near = excess + other * _exp_excess(apart) + apart * (excess - cross)
     near = torch.where(gone, 0.0, decay * near)
     cross = torch.where(gone, 0.0, decay * (cross - apart * own))

@@ -333,7 +333,8 @@ def sequence_sum(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
     Under context parallelism gather the values first (`context_parallel_gather`).
 
     Shape:
-        values, mask (bool or 0/1): `[b, s]` (or `[s, b]` with seq_dim=0) -> `[b, 1]` (`[1, b]`).
+        values, mask (bool or 0/1): `[b, s]` (or `[s, b]` with seq_dim=0) -> `[b, 1]` (`[1, b]`),
+            in the values' dtype; of 16-bit values in float32.
 
     Raises:
         ValueError: a mask of another shape or (on a CPU; elsewhere a device-side assert) that holds
@@ -355,7 +356,7 @@ def sequence_mean(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
 
 
 def _sum_of(valid_mask: Tensor, values: Tensor, seq_dim: int) -> Tensor:
-    """Float32 of 16 bits: a sequence's log-probability leaves float16's range."""
+    # A sequence's log-probability may be outside float16's range.
     dtype = torch.promote_types(values.dtype, torch.float32)
     return torch.where(valid_mask, values, 0.0).sum(seq_dim, keepdim=True, dtype=dtype)
 

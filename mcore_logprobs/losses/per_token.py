@@ -60,7 +60,7 @@ def times(weight: Tensor, value: Tensor) -> Tensor:
 
 def masked_product(a: Tensor, b: Tensor) -> Tensor:
     """a * b, and 0 if either is 0, whatever the other is; without gradient."""
-    return torch.where((a == 0.0) | (b == 0.0), 0.0, a * b)
+    return times(a.masked_fill(b == 0.0, 0.0), b)
 
 
 def log_ratio_of(logprobs: Tensor, other: Tensor, name: str) -> Tensor:

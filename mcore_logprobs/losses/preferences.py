@@ -91,15 +91,13 @@ def dpo_loss(
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
     loss = -(1.0 - label_smoothing) * F.logsigmoid(margin)
-    if label_smoothing > 0.0:
+    if label_smoothing != 0.0:
         loss = loss - label_smoothing * F.logsigmoid(-margin)
     return loss
 
 
 def _robust(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:
-    if a == 0.0:
-        return -F.logsigmoid(m)
-    return (-(1.0 - a) * F.logsigmoid(m) + a * F.logsigmoid(-m)) / (1.0 - 2.0 * a)
+    return _smoothed(m, -a / (1.0 - 2.0 * a))  # 1 + a / (1 - 2a) = (1 - a) / (1 - 2a)
 
 
 def _exo(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:

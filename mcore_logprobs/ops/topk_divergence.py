@@ -90,7 +90,7 @@ class TopKDivergence:
     def _share(self, log_a: Tensor, log_b: Tensor) -> Tensor:
         """a log(a / b), or what is generalized: a log(a / b) - a + b."""
         a, log_ratio = log_a.exp(), log_b - log_a
-        # Of a = 0 it may be near float32's end, and overflow where the backward multiplies it.
+        # If a is 0, the ratio may be near float32's largest, and overflow in the backward.
         weighted = a * log_ratio.masked_fill(a == 0.0, 0.0)
         if not self.generalized:
             return -weighted
@@ -223,8 +223,8 @@ def vocab_parallel_topk_kl_div(
     (`vocab_parallel_topk_distill` renormalizes them over the k ids). For kind "forward" use the
     teacher's largest ids. For "reverse" and "jsd" use the student's own, from `vocab_parallel_topk`
     of detached logits, and the teacher's log-probabilities there, from
-    `vocab_parallel_gather(..., log_softmax=True)`. A log-probability of -inf counts as -1e4 on
-    either side, with tail="renormalize" once it is normalized; a finite one is taken as it is.
+    `vocab_parallel_gather(..., log_softmax=True)`. On either side a log-probability of -inf counts
+    as -1e4 (with tail="renormalize" after normalizing). A finite one is taken as it is.
 
     Shape:
         student_logits: `[..., V/TP]`, or a DTensor sharded on its last dimension.

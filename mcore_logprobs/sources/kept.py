@@ -59,7 +59,10 @@ def plan_kept(heads: Sequence[HeadOperands], rereads: Rereads) -> tuple[KeptPlan
         return ()
     refusals = [_refusal(x, rereads) for x in heads]
     if all(refusals):
-        _log_once(f"saved_bytes={saved.count}: nothing is kept for the backward: {refusals[0]}")
+        _log_once(
+            f"saved_bytes={saved.count}: no logits are kept for this backward: {refusals[0]}; "
+            f"logits of logits_dtype={heads[0].options.compute_dtype} are kept"
+        )
         return ()
     places: list[list[tuple[int, int]]] = [[] for _ in heads]
     least, before = 0, saved.left
@@ -100,19 +103,21 @@ def _is_exact(head: HeadOperands) -> bool:
     return head.options.logits_dtype.itemsize <= head.options.compute_dtype.itemsize
 
 
-def _refusal(head: HeadOperands, rereads: Rereads) -> str:
-    """Why a head's chunks are not kept for such a gradient, in words; "" if they are."""
+def _refusal(head: HeadOperands, rereads: Rereads) -> str | None:
+    """Why a head's chunks are not kept for such a gradient, or None."""
     options = head.options
     if _is_exact(head):
-        return ""
-    wide = f"{options.logits_dtype} logits of {options.compute_dtype} operands are rounded for it"
+        return None
+    rounded = f"{options.logits_dtype} logits of {options.compute_dtype} operands would be rounded"
     if rereads == "exact":
-        return f"{wide}, and this gradient needs exact ones"
+        return f"{rounded}, and the gradient requires exact ones"
     # A softcap or a bias moves logits by more than a code's range and step are made for; with
     # segments a rank's other chunks would leave their mark on bits.
     if options.softcap is not None or head.processing.bias is not None:
-        return f"{wide}, which a softcap or a bias (logit_bias, disallowed_ids) forbids"
-    return "" if options.segments is None else f"{wide}, which invariant_segments forbids"
+        return f"{rounded}, which a softcap or a bias (logit_bias, disallowed_ids) does not allow"
+    if options.segments is not None:
+        return f"{rounded}, which invariant_segments does not allow"
+    return None
 
 
 def _chunk_bytes(head: HeadOperands, rows: int, columns: slice) -> int:
