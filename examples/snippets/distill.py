@@ -33,9 +33,9 @@ def main(steps: int = 8) -> list[float]:
 
 
 def head(model) -> torch.Tensor:
-    """`[V/TP, h]`. Of an untied model Megatron's own method would give the embedding's weight."""
-    weight = model.output_layer.weight
-    return model.shared_embedding_or_output_weight() if weight is None else weight  # None: tied
+    """`[V/TP, h]`. A tied head's own weight is None, or is not used (MTP in a pipeline)."""
+    tied = model.share_embeddings_and_output_weights
+    return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
 
 def hidden_states(model, ids, positions) -> torch.Tensor:

@@ -48,21 +48,23 @@ def check_not_counted(layer: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_mtp(model: nn.Module) -> Iterator[None]:
-    """While open, `model` has no multi-token prediction: its layers pass hidden states through."""
+    """While open, `model` has no multi-token prediction: its layers pass hidden states through.
+
+    `mtp_process` stays as it is: with it the model finds a tied head's weight, which is the
+    embedding's on the last pipeline stage too, and a HybridModel calls its MTP layers.
+    """
     own = vars(model)
-    before: dict[str, object] = {
-        name: own[name] for name in ("config", "mtp_process") if name in own
-    }
-    without = copy.copy(own["config"])
-    without.mtp_num_layers = None
+    config = own["config"]
+    without = copy.copy(config)
+    # A GPTModel splits hidden states into 1 + this many (0.15 and 0.16, if it is not None). A
+    # HybridModel, which has no _postprocess, takes no 0.
+    without.mtp_num_layers = 0 if hasattr(model, "_postprocess") else None
     own["config"] = without
-    if "mtp_process" in own:  # which Megatron-Core 0.15 asks besides
-        own["mtp_process"] = False
     own["mtp"] = functools.partial(_pass_through, _of_mtp_alone(model))
     try:
         yield
     finally:
-        own.update(before)
+        own["config"] = config
         del own["mtp"]
 
 

@@ -37,6 +37,7 @@ from tests.megatron.common import (
     tiny_config,
     worst,
 )
+from tests.megatron.test_pipeline import train_step, weighted
 
 
 def build(parallel_state: Any, tp: int, sp: bool, tied: bool, **config: Any) -> Any:
@@ -343,6 +344,43 @@ def test_mtp_of_a_hybrid_model(ranks, layout, packed):
 def test_schedules_of_a_hybrid_model(ranks, layout, pattern):
     for errors in ranks(2).run(hybrid.schedule, layout, pattern):
         assert max(errors.values()) < 1e-5
+
+
+def without_heads(layout: dict[str, int], tied: bool) -> float:
+    """`mtp="off"` under DDP, whose overlapping reductions count every parameter's gradient."""
+    with megatron(**layout) as parallel_state:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+
+        pattern = "M*|M-/*-" if "pp" in layout else "M*M-/*-"
+        config = hybrid.hybrid_config(layout, pattern)
+        # Not of a tied head behind the first stage, where Megatron's own does not get this far.
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=not (tied and "pp" in layout)
+        )
+        chunks = [
+            DistributedDataParallel(config, ddp, chunk)
+            for chunk in mm.build_hybrid_chunks(
+                config, vocab_size=VOCAB, pattern=pattern, tied=tied
+            )
+        ]
+        batches = [make_batch(parallel_state, seed=seed) for seed in range(2)]
+        config.mtp_loss_scaling_factor = 0.0
+        losses, expected = train_step(config, chunks, batches, weighted)
+        with patch_gpt_model(chunks, LogprobConfig(mtp="off")):
+            steps = [train_step(config, chunks, batches, weighted) for _ in range(2)]
+        return max(
+            *(worst(grads, expected) for _, grads in steps),
+            *(relative(x, y) for found, _ in steps for x, y in zip(found, losses, strict=True)),
+        )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
+def test_mtp_of_a_hybrid_model_switched_off(ranks, layout, tied):
+    assert max(ranks(hybrid.world_of(layout)).run(without_heads, layout, tied)) < 1e-5
 
 
 def test_doctor_names_the_hooks():

@@ -276,21 +276,50 @@ def test_switched_off_under_ddp(ranks):
     ranks(1).run(counted_by_ddp)
 
 
-def counted_on_a_later_stage() -> float:
-    """The last stage has an embedding that multi-token prediction alone uses."""
+def counted_on_a_later_stage(tied: bool) -> float:
+    """The last stage has an embedding: that of the tied head, or multi-token prediction's alone.
+
+    Tied: without overlap, as Megatron's own DDP waits there for the output layer's unused weight.
+    """
     with megatron(pp=2) as parallel_state:
         config = tiny_config(mtp_num_layers=1)
-        chunks = wrapped_chunks(config, tied=False, mtp=True, ddp={"overlap_grad_reduce": True})
+        overlap = {"overlap_grad_reduce": not tied}
+        chunks = wrapped_chunks(config, tied=tied, mtp=True, ddp=overlap)
         batches = [make_batch(parallel_state, seed=seed) for seed in range(2)]
         config.mtp_loss_scaling_factor = 0.0
-        _, expected = train_step(config, chunks, batches, weighted)
+        losses, expected = train_step(config, chunks, batches, weighted)
         with patch_gpt_model(chunks, LogprobConfig(mtp="off")):
-            steps = [train_step(config, chunks, batches, weighted)[1] for _ in range(2)]
-        return max(worst(grads, expected) for grads in steps)
+            steps = [train_step(config, chunks, batches, weighted) for _ in range(2)]
+        return max(
+            *(worst(grads, expected) for _, grads in steps),
+            *(relative(x, y) for found, _ in steps for x, y in zip(found, losses, strict=True)),
+        )
 
 
-def test_switched_off_in_a_pipeline_under_ddp(ranks):
-    assert max(ranks(2).run(counted_on_a_later_stage)) < 1e-5
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_switched_off_in_a_pipeline_under_ddp(ranks, tied):
+    assert max(ranks(2).run(counted_on_a_later_stage, tied)) < 1e-5
+
+
+def sampled_on_a_later_stage() -> float:
+    """`PatchHandle.sample` leaves the MTP layers out too, whatever the settings say."""
+    with megatron(pp=2) as parallel_state:
+        config = tiny_config(mtp_num_layers=1)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=True, mtp=True).eval()
+        if not parallel_state.is_pipeline_last_stage():
+            return 0.0
+        batch = make_batch(parallel_state)["inputs"]
+        shape = *batch["input_ids"].T.shape, config.hidden_size
+        model.set_input_tensor(torch.randn(shape, generator=torch.Generator().manual_seed(5)))
+        with patch_gpt_model(model) as handle, torch.no_grad():
+            with handle.sample(3):
+                ids, logprobs = model(**batch)
+            scored = model(**batch, labels=ids).logprobs
+        return float((logprobs - scored).abs().max())
+
+
+def test_samples_of_a_tied_head_in_a_pipeline(ranks):
+    assert max(ranks(2).run(sampled_on_a_later_stage)) < 1e-5
 
 
 @pytest.mark.parametrize(("tp", "fused"), [(1, False), (2, True)])
