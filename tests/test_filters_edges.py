@@ -127,3 +127,21 @@ def test_a_capped_record_of_a_nan_row_that_asks_for_nothing() -> None:
     assert stats.logprobs[1].isnan()
     assert grad.isfinite().all()
     assert not grad[1].any()
+
+
+def test_a_record_of_many_ids_keeps_its_digits() -> None:
+    """Sums of a row's entries, which in float32 drift with their number: 3e-4 here."""
+    width = 65536
+    rows = torch.full((2, width), -0.4)
+    rows[:, 0] = 0.0
+    record = torch.arange(width).repeat(2), torch.tensor([0, width, 2 * width])
+    target, upstream = torch.tensor([1, 0]), torch.tensor([1.0, -0.5])
+    found, exact = rows.clone().requires_grad_(), rows.double().requires_grad_()
+    got = vocab_parallel_sampling_logprobs(found, target, kept_ids=record, full=True, entropy=True)
+    logp = exact.log_softmax(-1)
+    want = logp.gather(-1, target.unsqueeze(1))[:, 0]
+    torch.testing.assert_close(got.logprobs.double(), want, rtol=0, atol=2e-6)
+    torch.testing.assert_close(got.kept_entropy.double(), entropy_of(logp), rtol=0, atol=2e-6)
+    (grad,) = torch.autograd.grad(got.logprobs, found, upstream)
+    (expected,) = torch.autograd.grad(want, exact, upstream.double())
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=0)

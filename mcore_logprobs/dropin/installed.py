@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -286,11 +286,11 @@ def installed(path: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
     return by_framework
 
 
-def check_installed(framework: Framework) -> str:
+def check_installed(framework: Framework) -> tuple[str, set[str]]:
     """Check all files of a framework on `sys.path` before the first function is replaced.
 
-    Returns: what to log: that there are none, or another version than the one compared with; else
-        "".
+    Returns: (what to log, or "": that there are none, another version than the one compared with,
+        or names that they lack; those names).
 
     Raises:
         ValueError: the first name whose calls the drop-in does not take.
@@ -301,24 +301,29 @@ def check_installed(framework: Framework) -> str:
         return (
             f"{framework.repository}: expected its files on sys.path, found none; those that "
             "are imported later from elsewhere are still replaced"
-        )
+        ), set()
     theirs: dict[str, str] = {}
     for file, text in texts.items():
         theirs |= check_fits(framework, framework.module_name(file), text, framework.names())
-    version = _version(framework, roots) if texts else _UNKNOWN
+    if not texts:
+        return "", set()
+    gone = set(framework.names()) - set(framework.left_alone) - theirs.keys()
+    version = _version(framework, roots)
     if version in (_UNKNOWN, framework.compared) or not framework.compared:
-        return ""
+        return found_nowhere(framework, gone) if gone else "", gone
+    found = "every call fits"
+    if gone:
+        found = f"not in its files: {', '.join(sorted(gone))}; every other call fits"
     return (
         f"{framework.repository}: version {version} is installed, mcore_logprobs.dropin."
-        f"{framework.module} was compared with {framework.compared}; {_found(framework, theirs)}"
-    )
+        f"{framework.module} was compared with {framework.compared}; {found}"
+    ), gone
 
 
-def _found(framework: Framework, theirs: Mapping[str, str]) -> str:
-    gone = [n for n in framework.names() if n not in theirs and n not in framework.left_alone]
-    if gone:
-        return f"not in its files: {', '.join(gone)}; every other call fits"
-    return "every call fits"
+def found_nowhere(framework: Framework, names: Iterable[str]) -> str:
+    """The log line about names of a drop-in that the framework's files do not define."""
+    missing = ", ".join(sorted(names))
+    return f"{framework.repository}: found nowhere, and left as it is: {missing}"
 
 
 def check_fits(

@@ -2,8 +2,8 @@
 
     from mcore_logprobs.dropin.roll import vocab_parallel_logprobs, vocab_parallel_target_rank
 
-`MegatronInferStrategy` has only the method of ROLL's class that works on sharded logits;
-`switch_on("roll")` puts that method into ROLL's class and leaves the rest of it.
+`MegatronInferStrategy` has only the methods of ROLL's class that work on sharded logits;
+`switch_on("roll")` puts these into ROLL's class and leaves the rest of it.
 
 On Megatron's own groups. Targets are used as they are (not shifted); log-probabilities are positive
 (not a loss); a target of -100 gives 0, and a rank of -1, where ROLL counts its column 0's.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import mcore_logprobs as ours
-from mcore_logprobs.collectives import all_gather_stack
+from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.dropin._common import IGNORED, ONE_PROCESS, share_of_gradient
 
 __all__ = [
@@ -113,6 +113,57 @@ class MegatronInferStrategy:
             values = context_parallel_gather(values, parallel_dim=1)
             ids = None if ids is None else context_parallel_gather(ids, parallel_dim=1)
         return values, ids
+
+    def op_compute_gather_by_teacher_indices(
+        self, student_logits: Tensor, teacher_indices: Tensor | None
+    ) -> Tensor:
+        """The student's logits at a teacher's ids; differentiable.
+
+        Shape: `[b, s/CP, V/TP]`, global ids `[b, s/CP, k]` or `[b, s/CP]` -> as the ids, in the
+        logits' dtype, on every TP rank. Ids of None: the logits as they are.
+
+        Collectives: one all-reduce over TP, backward none, as in ROLL. An id outside the vocabulary
+        is an error, which at TP > 1 ROLL gives a logit of 0; -100 gives 0.
+        """
+        if teacher_indices is None:
+            return student_logits
+        ids = teacher_indices.unsqueeze(-1) if teacher_indices.dim() == 2 else teacher_indices
+        values = ours.vocab_parallel_gather(student_logits, ids)
+        return values.view(teacher_indices.shape).to(student_logits.dtype)
+
+    def op_compute_language_loss_from_logits(
+        self, logits: Tensor, targets: Tensor, reduction: str = "mean"
+    ) -> tuple[Tensor, Tensor]:
+        """(-log p of each next token, summed or its mean, float32; how many they are, int64).
+
+        Shape: `[b, s/CP, V/TP]`, the whole tokens `[b, s]` of every CP rank, -100 where there is
+        none. A rank's zigzag pieces predict within themselves: the first token of each piece is
+        nobody's target, as in ROLL.
+
+        Collectives: one all-gather over TP; the sums and counts are added up over CP, where the
+        gradient is that of the rank's own tokens, as in ROLL.
+
+        Raises:
+            ValueError: reduction is neither "mean" nor "sum".
+        """
+        from megatron.core import parallel_state
+
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction: expected "mean" or "sum", got {reduction!r}')
+        mine = self._get_feature_on_this_cp_rank(targets, "targets")  # type: ignore[attr-defined]
+        whole = parallel_state.get_context_parallel_world_size() == 1
+        pieces = mine.unflatten(1, (1 if whole else 2, -1))
+        target = pieces.roll(-1, dims=-1)
+        target[..., -1] = IGNORED
+        target = target.flatten(1)
+        local = -ours.vocab_parallel_logprobs(logits, target).sum()
+        sums = torch.stack([local.detach(), (target != IGNORED).sum().to(local.dtype)])
+        if not whole:
+            sums = all_reduce_sum(sums, parallel_state.get_context_parallel_group())
+        loss = sums[0] + (local - local.detach())  # the value of all ranks
+        if reduction == "mean":
+            loss = loss / sums[1].clamp(min=1.0)
+        return loss, sums[1].to(torch.int64)
 
 
 def cross_entropy(

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_logprobs.commands import check_script, leave_out_cwd, or_closed_pipe
-from mcore_logprobs.dropin.installed import FRAMEWORKS, check_fits, check_installed
+from mcore_logprobs.dropin.installed import FRAMEWORKS, check_fits, check_installed, found_nowhere
 from mcore_logprobs.dropin.lazy_models import check_fused, lazy_models
 from mcore_logprobs.megatron.imports import after_import
 from mcore_logprobs.spelling import nearest
@@ -104,11 +104,13 @@ class _Switch:
         self.undo, self.fused = contextlib.ExitStack(), fused
         self._framework = FRAMEWORKS[framework]
         self._missing = set(self._framework.names()) - set(self._framework.left_alone)
+        self._told: set[str] = set()  # of the missing ones
         self._given: list[object] = []
         self._to_come = set(self._framework.files)
 
     def watch(self) -> None:
-        if line := check_installed(self._framework):
+        line, self._told = check_installed(self._framework)
+        if line:
             _say(line)
         if self.fused:
             self.undo.callback(lazy_models(str(self.fused)))
@@ -132,9 +134,8 @@ class _Switch:
             _say(f"{module.__name__}: {', '.join(names)}: now those of {dropin.__name__}")
         self._missing -= theirs.keys()
         self._to_come.discard(file)
-        if self._missing and not self._to_come:
-            missing = ", ".join(sorted(self._missing))
-            _say(f"{self._framework.repository}: found nowhere, and left as it is: {missing}")
+        if not self._to_come and (missing := self._missing - self._told):
+            _say(found_nowhere(self._framework, missing))
 
     def _put_method(self, name: str, module: object, dropin: object) -> None:
         owner, _, method = name.partition(".")

@@ -189,11 +189,16 @@ class _RecordedLogits:
         below = times_multiplier(x - shift[row], per_row(multiplier, row))
         below = torch.where(is_local, below, LOG_ZERO)  # another rank's may be inf
         weight = below.exp()
-        local["sum"].index_add_(0, row, weight)
+        local["sum"].copy_(self._sums(weight))
         local["target"].index_add_(0, row, torch.where(is_local & hit, x, 0.0))
         if self.spec.entropy:
-            local["entropy"].index_add_(0, row, below.clamp(min=LOG_ZERO) * weight)
+            local["entropy"].copy_(self._sums(below.clamp(min=LOG_ZERO) * weight))
         return stats
+
+    def _sums(self, values: Tensor) -> Tensor:
+        """`[n]`, of each row's entries. In float32, added one by one, a hundred thousand drift."""
+        sums = values.new_zeros(self._source.num_rows, dtype=torch.float64)
+        return sums.index_add_(0, self.row, values.double())
 
     def finalize(self, merged: Tensor) -> tuple[Tensor, Tensor | None, _SavedRecord]:
         """(log-probabilities, entropy or None, what the gradient needs) of all ranks' statistics.

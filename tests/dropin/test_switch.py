@@ -105,9 +105,18 @@ def test_a_release_that_does_not_fit(tmp_path: Path) -> None:
     except ValueError as error:
         print(error)
     """
+    said = "areal-project/AReaL: found nowhere, and left as it is: gather_logprobs\n"
     printed = fresh(script, root)
-    assert "areal-project/AReaL: found nowhere, and left as it is: gather_logprobs\n" in printed
+    assert printed.count(said) == 1
     assert "framework: expected one of nemo_rl, roll, " in printed
+    # At the start, as a process may never import all of the files.
+    switched = "from mcore_logprobs.dropin.switch import switch_on; switch_on('areal')"
+    assert fresh(switched, root).count(said) == 1
+    # Or with the last file, where they are found only when they are imported.
+    packages = ("areal", "areal.utils", "areal.utils.functional", "areal.engine")
+    packages += ("areal.engine.megatron_utils",)
+    printed = fresh(f"packages({str(root)!r}, *{packages})\n" + textwrap.dedent(script))
+    assert printed.count(said) == 1
 
 
 def test_what_goes_wrong_leaves_nothing_half_on(tmp_path: Path) -> None:
