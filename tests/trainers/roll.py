@@ -1,4 +1,5 @@
-"""ROLL: its `ActorWorker` with `MegatronTrainStrategy` and mcore_adapter's model, as a pipeline's.
+"""ROLL: its `ActorWorker` with `MegatronTrainStrategy` and mcore_adapter's model, as a pipeline's,
+and the `StudentWorker` of a distillation.
 
 `initialize`, `compute_log_probs` and `train_step`, all ROLL's own. Outside it: what a CPU needs
 (`cpu_devices`, layers given to mcore_adapter, no offloading to the host), no shared storage of Ray,
@@ -98,6 +99,7 @@ def prepare(row: Row, folder: Path) -> None:
         stand_in("peft")
         importlib.import_module("roll.distributed.strategy.megatron_strategy")
         importlib.import_module("roll.pipeline.base_worker")
+        importlib.import_module("roll.pipeline.distill.distill_worker")
 
 
 def drive(row: Row, how: How) -> Trace:
@@ -128,6 +130,11 @@ def _steps(row: Row, actor: Any, trace: Trace) -> None:
         logprobs, entropy = _logprobs(actor, tensors)
         trace.logprobs.append(logprobs)
         trace.entropy.append(entropy)
+        if row.settings.get("student"):
+            for part in range(2):
+                half = slice(part * MICRO * ACCUMULATED, (part + 1) * MICRO * ACCUMULATED)
+                _distill(actor, {name: x[half] for name, x in tensors.items()}, row, trace)
+            continue
         noise = 0.3 * torch.randn(
             logprobs.shape, generator=torch.Generator().manual_seed(70 + step)
         )
@@ -140,9 +147,10 @@ def _actor(row: Row, how: How) -> Any:
     from mcore_adapter.models import model_factory  # type: ignore[import-not-found]
     from roll.configs import ModelArguments, TrainingArguments  # type: ignore[import-not-found]
     from roll.configs.worker_config import StrategyArguments, WorkerConfig  # type: ignore
-    from roll.distributed.executor.worker import RankInfo  # type: ignore[import-not-found]
+    from roll.distributed.executor.worker import RankInfo, Worker  # type: ignore[import-not-found]
     from roll.distributed.strategy import megatron_strategy  # type: ignore[import-not-found]
     from roll.pipeline.base_worker import ActorWorker  # type: ignore[import-not-found]
+    from roll.pipeline.distill.distill_worker import StudentWorker  # type: ignore[import-not-found]
     from roll.utils import (  # type: ignore[import-not-found]
         checkpoint_manager,
         context_managers,
@@ -157,16 +165,14 @@ def _actor(row: Row, how: How) -> Any:
     checkpoint_manager.shared_storage = types.SimpleNamespace(get=nothing, put=nothing)
     telemetry._noop_tracer_provider = types.SimpleNamespace(get_tracer=lambda name: tracer)
 
-    class Actor(ActorWorker):  # type: ignore[misc]
+    def placed(worker: Any, worker_config: Any) -> None:
         """Without Ray's shared storage, in which workers find each other's addresses."""
+        worker.worker_config = worker_config
+        worker.worker_name = worker.cluster_name = "actor_train"
+        worker.rank, worker.world_size = int(os.environ["RANK"]), row.processes
+        worker.rank_info = RankInfo(world_size=worker.world_size, rank=worker.rank)
 
-        def __init__(self, config: Any) -> None:
-            self.worker_config = config
-            self.worker_name = self.cluster_name = "actor_train"
-            self.rank, self.world_size = int(os.environ["RANK"]), row.processes
-            self.rank_info = RankInfo(world_size=self.world_size, rank=self.rank)
-            self._logprobs_cache: dict[str, Tensor] = {}
-
+    Worker.__init__ = placed
     # Transformer Engine's layers, else; and states on the host already.
     model_factory.McaGPTModel._get_transformer_layer_spec = lambda model, config=None: (
         bridged_block_spec(config or model.config, vp_stage=model.vp_stage)
@@ -213,7 +219,7 @@ def _actor(row: Row, how: How) -> Any:
         # Not packed: ROLL's log-probabilities subtract from float32 logits in place, which its own
         # backward refuses for the view that the model gives of one row.
     )
-    actor = Actor(config)
+    actor = (StudentWorker if row.settings.get("student") else ActorWorker)(config)
     actor.initialize(
         types.SimpleNamespace(**_PIPELINE | row.settings.get("pipeline", {})),
     )
@@ -263,6 +269,15 @@ def _tensors(step: int, actor: Any, row: Row) -> dict[str, Tensor]:
     response[torch.arange(count), (prompts + 2).squeeze(1)] = 0  # a tool's token
     attended = (place < lengths).long()
     advantages = torch.randn(count, 1, generator=random).expand(-1, LENGTH - 1)
+    targets = (ids * attended).masked_fill((response == 0) | (attended == 0), -100)
+    if row.settings.get("student"):
+        return {
+            "input_ids": ids * attended,
+            "attention_mask": attended,
+            "position_ids": place.expand(count, -1).contiguous(),
+            # As `train_step` names them: of "labels" the model itself makes a loss.
+            "labels_for_loss": targets,
+        }
     return {
         "input_ids": ids * attended,
         "attention_mask": attended,
@@ -292,12 +307,21 @@ def _logprobs(actor: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     which have overwritten float32 logits.
     """
 
+    def own_logprobs(data: Any, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        read = data.batch["input_ids"], data.batch["attention_mask"]
+        found = actor.strategy.op_compute_log_probs(logits, *read)
+        return logits.new_zeros(()), {"log_probs": found.detach().clone()}
+
     def entropy(data: Any, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        found = actor.strategy.op_compute_entropy(logits, data.batch["response_mask"])
+        found = actor.strategy.op_compute_entropy(logits, data.batch["attention_mask"])
         return logits.new_zeros(()), {"entropy": found.detach().clone()}
 
-    logprobs = actor.compute_log_probs(_proto(tensors)).batch
     batch = actor.strategy.get_data_input(_proto(tensors, micro_batch_size=MICRO))
+    if hasattr(actor, "compute_log_probs"):
+        logprobs = actor.compute_log_probs(_proto(tensors)).batch
+    else:
+        with torch.no_grad():
+            logprobs = actor.strategy.forward_step(batch, own_logprobs)
     with torch.no_grad():
         entropies = actor.strategy.forward_step(batch, entropy)
     own = entropies and (logprobs["log_probs"], entropies["entropy"])
@@ -307,8 +331,27 @@ def _logprobs(actor: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return mine[0]  # type: ignore[no-any-return]
 
 
-def _update(actor: Any, tensors: dict[str, Tensor], trace: Trace) -> None:
-    meta = {"is_offload_optimizer_states_in_train_step": False}
+def _distill(student: Any, tensors: dict[str, Tensor], row: Row, trace: Trace) -> None:
+    """One update, to a teacher's k ids with random logits, which come as from Ray."""
+    count = tensors["input_ids"].shape[0]
+    random = torch.Generator().manual_seed(int(tensors["input_ids"].sum()))
+    vocabulary = row.settings.get("vocabulary", VOCABULARY)
+    k = student.pipeline_config.logits_topk
+    values = 2 * torch.randn(count, LENGTH, k, generator=random)
+    ids = torch.randint(vocabulary, (count, LENGTH, 1), generator=random) + 7 * torch.arange(k)
+    teacher = {
+        "topk_probs": values.softmax(-1),
+        "topk_log_probs": values.log_softmax(-1),
+        "topk_indices": (ids % vocabulary).int(),
+        "topk_inf_mask": values.isinf(),
+    }
+    for name, x in teacher.items():
+        student.receive_broadcast_logits((0, 0, 1, "full"), "ray", name, tensor_slice=x)
+    _update(student, tensors, trace, loss_mask_keys=["labels_for_loss"])
+
+
+def _update(actor: Any, tensors: dict[str, Tensor], trace: Trace, **meta: Any) -> None:
+    meta["is_offload_optimizer_states_in_train_step"] = False
     found = actor.train_step(_proto(tensors, **meta)).meta_info["metrics"]
     norms = found.pop("actor_train/grad_norm")
     trace.grad_norm += [float(x) for x in (norms if isinstance(norms, list) else [norms])]
@@ -326,6 +369,8 @@ def _update(actor: Any, tensors: dict[str, Tensor], trace: Trace) -> None:
 def _row(layout: str, option: str, **settings: Any) -> Row:
     sizes, processes = layout_sizes(layout)
     calls: tuple[str, ...] = ("vocab_parallel_logprobs", "vocab_parallel_entropy")
+    if settings.get("student"):
+        calls += ("MegatronInferStrategy",)
     if sizes.get("context"):
         calls += ("context_parallel_gather",)
     return Row(
@@ -343,6 +388,15 @@ def _row(layout: str, option: str, **settings: Any) -> Row:
 
 _RANGE = {"pg_clip": 0.1, "dual_clip_loss": False, "loss_agg_mode": "seq-mean-token-mean"}
 _LAZY = {"lazy": True, "vocabulary": 8192}
+_DISTILLED = {
+    "logits_topk": 8,
+    "distill_loss_weight": 0.6,
+    "kd_temperature": 1.3,
+    "kd_objective": "skewed_forward_kl",
+    "skew_lambda": 0.3,
+}
+_STUDENT = {"student": True, "pipeline": _DISTILLED}
+_OF_REVERSE_KL = {"student": True, "pipeline": {**_DISTILLED, "kd_objective": "reverse_kl"}}
 ROWS = [
     _row("TP 1", "PPO, KL"),
     _row("TP 2 x SP", "PPO, mean of sequences", pipeline=_RANGE),
@@ -355,4 +409,7 @@ ROWS = [
     # Without logits_in_fp32 its own entropy is bfloat16.
     rounded_alike(_row("TP 2 x SP", "PPO, KL"), real=True, entropy=0.1),
     rounded_alike(_row("TP 2 x SP", "PPO, KL, lazy logits at V 8192", **_LAZY)),
+    _row("TP 2 x SP", "distillation, skewed KL", **_STUDENT),
+    _row("TP 2 x SP", "distillation, reverse KL, lazy logits at V 8192", **_LAZY, **_OF_REVERSE_KL),
+    _row("CP 2", "distillation, skewed KL, lazy logits at V 8192", **_LAZY, **_STUDENT),
 ]
