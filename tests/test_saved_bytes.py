@@ -403,6 +403,9 @@ def test_one_line_where_no_chunk_fits(caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "mcore_logprobs"), cut_small():
         for _ in range(2):
             head.gradients(head.stats(saved_bytes=17))
+        # Nor for another number of rows, whose smallest chunk has another size.
+        shorter = torch.randn(2, 4, requires_grad=True), torch.randn(24, 4)
+        ml.linear_token_stats(*shorter, torch.arange(2), saved_bytes=17)
     (line,) = caplog.messages
     assert line.startswith("saved_bytes=17: smaller than the smallest chunk of logits, 384 bytes")
     with pytest.raises(ValueError, match="saved_bytes: expected an int >= 0, in bytes, got -1"):

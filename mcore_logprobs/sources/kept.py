@@ -60,8 +60,10 @@ def plan_kept(heads: Sequence[HeadOperands], rereads: Rereads) -> tuple[KeptPlan
     refusals = [_refusal(x, rereads) for x in heads]
     if all(refusals):
         _log_once(
+            saved.count,
+            str(refusals[0]),
             f"saved_bytes={saved.count}: no logits are kept for this backward: {refusals[0]}; "
-            f"logits of logits_dtype={heads[0].options.compute_dtype} are kept"
+            f"logits of logits_dtype={heads[0].options.compute_dtype} are kept",
         )
         return ()
     places: list[list[tuple[int, int]]] = [[] for _ in heads]
@@ -76,8 +78,10 @@ def plan_kept(heads: Sequence[HeadOperands], rereads: Rereads) -> tuple[KeptPlan
                 least = min(least, int(size)) or int(size)
     if least and saved.left == saved.count:
         _log_once(
+            saved.count,
+            "smaller than a chunk",
             f"saved_bytes={saved.count}: smaller than the smallest chunk of logits, {least} bytes; "
-            "nothing is kept for the backward"
+            "nothing is kept for the backward",
         )
     if saved.left == before:
         return ()
@@ -248,11 +252,12 @@ def _as_chunk(memory: Tensor, shape: tuple[int, int]) -> Tensor:
     return memory.view(rows, stride)[:, :columns]
 
 
-_logged: set[str] = set()
+_logged: set[tuple[int, str]] = set()
 
 
-def _log_once(line: str) -> None:
-    if torch.compiler.is_compiling() or line in _logged:
+def _log_once(saved_bytes: int, why: str, line: str) -> None:
+    """Once for each setting and reason; the line may name sizes of this call."""
+    if torch.compiler.is_compiling() or (saved_bytes, why) in _logged:
         return
-    _logged.add(line)
+    _logged.add((saved_bytes, why))
     logger.warning(line)
