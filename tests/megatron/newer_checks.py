@@ -37,7 +37,7 @@ from tests.megatron.common import (
     tiny_config,
     worst,
 )
-from tests.megatron.test_pipeline import train_step, weighted
+from tests.megatron.test_pipeline import train_step, weighted, wrapped_chunks
 
 
 def build(parallel_state: Any, tp: int, sp: bool, tied: bool, **config: Any) -> Any:
@@ -377,10 +377,34 @@ def without_heads(layout: dict[str, int], tied: bool) -> float:
         )
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(("layout", "tied"), [({}, False), ({"pp": 2}, True)])
 def test_mtp_of_a_hybrid_model_switched_off(ranks, layout, tied):
     assert max(ranks(hybrid.world_of(layout)).run(without_heads, layout, tied)) < 1e-5
+
+
+def heads_before_the_last_stage(mtp: str, tied: bool) -> float:
+    """`pipeline_model_parallel_layout` puts the MTP layers on a stage without the output layer."""
+    with megatron(pp=2) as parallel_state:
+        stages = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ettm|L"}
+        config = tiny_config(num_layers=2, mtp_num_layers=1, **stages)
+        chunks = wrapped_chunks(config, tied=tied, mtp=True)
+        batches = [make_batch(parallel_state, seed=seed) for seed in range(2)]
+        scale = config.mtp_loss_scaling_factor
+        config.mtp_loss_scaling_factor = scale if mtp == "keep" else 0.0
+        losses, expected = train_step(config, chunks, batches, weighted)
+        config.mtp_loss_scaling_factor = scale
+        with patch_gpt_model(chunks, LogprobConfig(mtp=mtp, fused="require")):
+            found, grads = train_step(config, chunks, batches, weighted)
+        return max(
+            worst(grads, expected),
+            *(relative(x, y) for x, y in zip(found, losses, strict=True)),
+            0.0,
+        )
+
+
+@pytest.mark.parametrize(("mtp", "tied"), [("keep", False), ("off", True), ("off", False)])
+def test_mtp_layers_on_an_earlier_stage(ranks, mtp, tied):
+    assert max(ranks(2).run(heads_before_the_last_stage, mtp, tied)) < 1e-5
 
 
 def test_doctor_names_the_hooks():
