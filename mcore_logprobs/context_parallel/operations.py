@@ -137,7 +137,8 @@ def context_parallel_gather(
 
     Under Megatron the number of the loss function's outputs decides. Megatron averages gradients
     over data x context ranks. It multiplies a loss with two outputs by CP, and not one with three
-    (0.15 to 0.19, `forward_step_calc_loss` in pipeline_parallel/schedules.py). If every CP rank
+    (0.15 to 0.19, `forward_step_calc_loss` in pipeline_parallel/schedules.py). With
+    calculate_per_token_loss it does not average two outputs: return three. If every CP rank
     computes the whole loss from gathered values:
 
         the loss function returns                   grad=     wrong choice: gradients are

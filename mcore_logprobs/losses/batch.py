@@ -225,6 +225,8 @@ def aggregation(
         Megatron, of (loss, tokens, report) with tokens = 1  DP * CP         num_microbatches
 
     Megatron itself multiplies a two-output loss by CP. Each CP rank's loss is of its own tokens.
+    With calculate_per_token_loss return three outputs: Megatron then does not average a two-output
+    loss over ranks, and its gradients are DP * CP times too large.
 
     Shape:
         mask (bool or 0/1): `[b, s]` (`[s, b]` with seq_dim=0), all sequences of this data-parallel

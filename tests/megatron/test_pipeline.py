@@ -211,6 +211,15 @@ def gathered_loss_norm(cp: int, outputs: int, grad: str, per_token: bool) -> flo
         return reduced_norm(chunks[0], "main_grad")
 
 
+def test_two_outputs_with_calculate_per_token_loss(ranks):
+    """Megatron does not average these over ranks, as the pages say."""
+    run = ranks(2).run
+    for cp in (1, 2):
+        averaged = run(gathered_loss_norm, cp, 2, "slice", False)
+        added = run(gathered_loss_norm, cp, 2, "slice", True)
+        assert added == pytest.approx([2 * norm for norm in averaged], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("outputs", "per_token", "right", "wrong"),
     [(2, False, "slice", "sum"), (3, False, "sum", "slice"), (3, True, "sum", "slice")],
