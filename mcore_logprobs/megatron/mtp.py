@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -60,7 +59,7 @@ def without_mtp(model: nn.Module) -> Iterator[None]:
     # HybridModel, which has no _postprocess, takes no 0.
     without.mtp_num_layers = 0 if hasattr(model, "_postprocess") else None
     own["config"] = without
-    own["mtp"] = functools.partial(_pass_through, _of_mtp_alone(model))
+    own["mtp"] = _PassThrough(vars(model)["_modules"].get("mtp"), _of_mtp_alone(model))
     try:
         yield
     finally:
@@ -78,21 +77,28 @@ def _of_mtp_alone(model: nn.Module) -> nn.ModuleList:
     return nn.ModuleList([modules[name] for name in names if modules.get(name) is not None])
 
 
-def _pass_through(
-    left_out: nn.ModuleList, *args: object, hidden_states: Tensor, **kwargs: object
-) -> Tensor:
-    """In place of the MTP layers' call: the hidden states.
+class _PassThrough:
+    """In place of the MTP layers: its call returns the hidden states.
 
     Megatron's DDP counts the gradients of each bucket, and raises where one is missing. So those of
     its parameters, which have a `main_grad`, are 0; without it there are none. The distributed
     optimizer's gather of parameters, which modules' hooks wait for, is waited for.
     """
-    wait_for_parameters(left_out)
-    inside = left_out.parameters()
-    parameters = [p for p in inside if p.requires_grad and hasattr(p, "main_grad")]
-    if not (parameters and hidden_states.requires_grad):
-        return hidden_states
-    return _LeftOut.apply(hidden_states, *parameters)
+
+    def __init__(self, layers: nn.Module | None, left_out: nn.ModuleList) -> None:
+        self._layers, self._left_out = layers, left_out
+
+    def __call__(self, *args: object, hidden_states: Tensor, **kwargs: object) -> Tensor:
+        wait_for_parameters(self._left_out)
+        inside = self._left_out.parameters()
+        parameters = [p for p in inside if p.requires_grad and hasattr(p, "main_grad")]
+        if not (parameters and hidden_states.requires_grad):
+            return hidden_states
+        return _LeftOut.apply(hidden_states, *parameters)
+
+    def __getattr__(self, name: str) -> object:
+        """Those of the layers: a HybridModel's forward goes through their parameters."""
+        return getattr(self._layers, name)
 
 
 class _LeftOutContext(FunctionCtx):

@@ -11,6 +11,7 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import head_loss, patch_gpt_model
 from mcore_logprobs.megatron.deferred import DeferredLogits
+from mcore_logprobs.megatron.mtp import without_mtp
 from mcore_logprobs.ops.token_stats import TokenStats
 from mcore_logprobs.sources import lazy_head
 from tests.helpers.lazy import lazy_logits
@@ -219,6 +220,9 @@ def switched_off(tp: int, fused: bool) -> None:
         model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=True)
         batch = make_batch(parallel_state)
         before = [dict(vars(m)) for m in model.modules()]
+        layers = list(model.mtp.parameters())
+        with without_mtp(model):  # a HybridModel that offloads activations reads them in its call
+            assert all(a is b for a, b in zip(model.mtp.parameters(), layers, strict=True))
         expected, with_mtp = step(model, batch)
         config.mtp_loss_scaling_factor = 0.0  # what is left without MTP's gradients
         _, without = step(model, batch)
