@@ -497,3 +497,11 @@ def test_a_record_has_no_id_that_a_bias_forbids_beside_others() -> None:
             logit_bias={3: -math.inf},
             disallowed_ids=[5],
         )
+
+
+def test_a_caller_s_bias_stays_as_it_is_beside_disallowed_ids() -> None:
+    bias, target = torch.zeros(8), torch.tensor([0, 2, 1])
+    given = {"logit_bias": bias, "disallowed_ids": [5]}
+    vocab_parallel_token_stats(torch.randn(3, 8), target, **given)
+    linear_token_stats(torch.randn(3, 4), torch.randn(8, 4), target, **given)
+    assert torch.equal(bias, torch.zeros(8))

@@ -60,3 +60,20 @@ def test_codes_of_triton_are_within_half_a_step() -> None:
     from mcore_logprobs.kernels import triton
 
     check_codes(triton, DEVICE)
+
+
+@interpreted
+def test_codes_of_rows_wider_than_a_tile_of_triton() -> None:
+    """The largest and the least of a row in its first two tiles, either way round."""
+    from mcore_logprobs.kernels import triton
+
+    y = torch.randn(3, 4500, device=DEVICE)  # tiles of 2048 columns, and the rest
+    y[0, 7], y[0, 2100] = 9.0, -9.0
+    y[1, 2100], y[1, 7] = 9.0, -9.0
+    y[2, 2500] = -torch.inf
+    chunk, finite = Chunk(y, y.shape[1], Processing.of()), y > -torch.inf
+    out, found = torch.full_like(y, 77, dtype=torch.int16), torch.empty_like(y)
+    scale = triton.encode(chunk, out=out, chunk_size=4)
+    triton.decode(out, scale, out=found, chunk_size=4)
+    assert torch.equal(found > -torch.inf, finite)
+    assert (found - y)[finite].abs().max() <= 2.0**-11 * 1.02

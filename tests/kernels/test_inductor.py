@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mcore_logprobs import (
     vocab_parallel_entropy,
+    vocab_parallel_gather,
     vocab_parallel_logprobs,
     vocab_parallel_target_rank,
     vocab_parallel_token_stats,
@@ -26,6 +27,7 @@ from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.inductor import common, statistics
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize
+from tests.engine.truths import take
 from tests.helpers.lazy import lazy_logits
 from tests.kernels.common import row_stats
 from tests.kernels.compiled import (
@@ -294,3 +296,26 @@ def test_a_gradient_under_label_smoothing():
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
     got, want = (torch.autograd.grad((x * upstream).sum(), logits) for x in (found, exact))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-8)
+
+
+def test_upstreams_that_cancel_leave_their_entries() -> None:
+    """The sum over a row's entries, by which its softmax is multiplied, is 0."""
+    logits = torch.randn(4, 4096, requires_grad=True)
+    ids = torch.tensor([[3, 10], [7, 4095], [0, 1], [5, 9]])
+    upstream = torch.tensor([[1.0, -1.0], [0.5, -0.5], [0.0, 0.0], [2.0, 1.0]])
+    found = vocab_parallel_gather(logits, ids, log_softmax=True, backend="inductor")
+    exact = logits.double().log_softmax(-1).gather(-1, ids)
+    got, want = (torch.autograd.grad((x * upstream).sum(), logits) for x in (found, exact))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("column", [1023, 1024, 1025])
+def test_a_target_at_the_first_columns_past_whole_vectors(column: int) -> None:
+    logits, target = torch.randn(3, 1040, requires_grad=True), torch.full((3,), column)
+    found = vocab_parallel_logprobs(
+        logits, target, vocab_size=1030, backend="inductor", invariant_segments=1
+    )
+    exact = take(logits[:, :1030].double().log_softmax(-1), target)
+    upstream = torch.linspace(-1.0, 1.0, 3)
+    got, want = (torch.autograd.grad((x * upstream).sum(), logits) for x in (found, exact))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)

@@ -13,8 +13,9 @@ from mcore_logprobs import vocab_parallel_token_stats
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk, Processing
-from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.kernels.segments import Segments, merge_segments
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, by_name, merge
+from tests.engine.truths import take
 from tests.helpers.invariance import assert_same_bits, same_bits
 from tests.helpers.memory import TensorsMade
 from tests.kernels.common import (
@@ -290,3 +291,25 @@ def test_a_row_is_split_by_its_width_alone_where_it_must_not_vary(bias):
     merged = by_name(spec.fields, merge(blocks, spec, ordered=True))
     for name in ("max", "sum", "entropy"):  # the others may stand in any part
         assert_same_bits(merged[name], by_name(spec.fields, whole[0])[name], f"fused {name}")
+
+
+def test_a_merge_of_many_blocks_has_the_same_bits_for_one_row_as_for_forty() -> None:
+    spec, logits, target = StatsSpec(entropy=True), torch.randn(40, 16 * 64), torch.full((40,), -1)
+
+    def merged(rows: slice) -> Tensor:
+        chunk = Chunk(logits[rows], logits.shape[1], Processing.of())
+        blocks = reference.stats(chunk, target[rows], spec, block=64, chunk_size=40)
+        return merge_segments([[blocks]], spec, 1.0)
+
+    whole = merged(slice(None))
+    for row in range(40):
+        assert_same_bits(merged(slice(row, row + 1))[..., 0], whole[..., row], f"row {row}")
+
+
+def test_a_segment_whose_last_columns_are_less_than_a_block() -> None:
+    logits, target = torch.randn(3, 8192), torch.tensor([5, 4100, 6700])
+    found = vocab_parallel_token_stats(
+        logits, target, vocab_size=6744, invariant_segments=2, backend="inductor"
+    )
+    exact = take(logits[:, :6744].double().log_softmax(-1), target)
+    torch.testing.assert_close(found.logprobs.double(), exact, rtol=1e-5, atol=1e-5)

@@ -269,3 +269,21 @@ def test_parts_of_sides_with_other_temperatures_merge(kind):
         logp, logq = logq, logp
     exact = (logq.exp() * (logq - logp)).sum(-1)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "cross_entropy"])
+@pytest.mark.parametrize("lacking", [0, 1], ids=["student", "teacher"])
+def test_merged_parts_that_one_side_lacks_merge_again(kind: str, lacking: int) -> None:
+    both = torch.randn(2, 2, 12)
+    both[lacking, :, :8] = -torch.inf
+    spec = pairs.PairSpec(kind)
+
+    def of(part: slice) -> Tensor:
+        sides = (Chunk(x[:, part], x[:, part].shape[1], Processing.of()) for x in both)
+        return pairs.pair_stats(*sides, spec, chunk_size=2)
+
+    parts = torch.cat([of(slice(0, 4)), of(slice(4, 8)), of(slice(8, 12))])
+    twice = torch.stack([pairs.merge_pairs(parts[:2], spec), parts[2]])
+    found = pairs.finalize_pair(pairs.merge_pairs(twice, spec), spec).value
+    whole = pairs.finalize_pair(of(slice(0, 12))[0], spec).value
+    torch.testing.assert_close(found, whole)

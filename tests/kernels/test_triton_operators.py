@@ -34,6 +34,7 @@ from mcore_logprobs.kernels.triton.operators import arguments, chunks_of
 from mcore_logprobs.sources.given import given_logits
 from tests.engine import run
 from tests.engine.cases import Case, random_cases
+from tests.engine.truths import take
 from tests.helpers.covering import covering
 from tests.helpers.distributed import get_pool
 from tests.kernels.common import DEVICE, make_logits, setting_id
@@ -445,3 +446,34 @@ def test_an_operator_makes_multipliers_of_rows_only_where_they_are_read() -> Non
     assert not isinstance(within.processing.multiplier, torch.Tensor)  # a launch per number
     torch.testing.assert_close(row_multiplier(within), chunk.processing.multiplier)
     torch.testing.assert_close(row_multiplier(chunk), chunk.processing.multiplier)
+
+
+@interpreted
+def test_ranks_of_some_rows_with_a_bias_in_several_chunks() -> None:
+    z, bias = torch.randn(3, 4, 40, device=DEVICE)[:, :3], torch.randn(40, device=DEVICE)
+    target = torch.randint(40, (3, 3), device=DEVICE)
+    found = ml.vocab_parallel_target_rank(
+        z, target, logit_bias=bias, chunk_size=1, backend="triton"
+    )
+    assert torch.equal(found, (z + bias > (z + bias).gather(-1, target[..., None])).sum(-1))
+
+
+@interpreted
+def test_a_head_s_bias_with_a_stride() -> None:
+    hidden, other, weight = (torch.randn(n, 8, device=DEVICE) for n in (5, 5, 40))
+    bias = torch.randn(40, 2, device=DEVICE)[:, 1]
+    target, upstream = torch.randint(40, (5,), device=DEVICE), torch.linspace(-1, 1, 5).to(DEVICE)
+    found, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    logp, logq = (
+        (x.double() @ weight.double().T + bias.double()).log_softmax(-1) for x in (exact, other)
+    )
+    side = {"bias": bias, "backend": "triton"}
+    teacher = {"teacher_hidden": other, "teacher_weight": weight, "teacher_bias": bias}
+    for got, want in (
+        (ml.linear_token_stats(found, weight, target, **side).logprobs, take(logp, target)),
+        (ml.linear_kl_div(found, weight, **teacher, **side), (logq.exp() * (logq - logp)).sum(-1)),
+    ):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+        (grad,) = torch.autograd.grad(got, found, upstream)
+        (expected,) = torch.autograd.grad(want, exact, upstream.double(), retain_graph=True)
+        torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=1e-5)
