@@ -58,13 +58,18 @@ def without_mtp(model: nn.Module) -> Iterator[None]:
     # A GPTModel splits hidden states into 1 + this many (0.15 and 0.16, if it is not None). A
     # HybridModel, which has no _postprocess, takes no 0.
     without.mtp_num_layers = 0 if hasattr(model, "_postprocess") else None
+    # Among the modules, where torch.compile's guards see another one.
+    modules = own["_modules"]
+    layers = modules.get("mtp")
     own["config"] = without
-    own["mtp"] = _PassThrough(vars(model)["_modules"].get("mtp"), _of_mtp_alone(model))
+    if layers is not None:
+        modules["mtp"] = _PassThrough(layers, _of_mtp_alone(model))
     try:
         yield
     finally:
         own["config"] = config
-        del own["mtp"]
+        if layers is not None:
+            modules["mtp"] = layers
 
 
 def _of_mtp_alone(model: nn.Module) -> nn.ModuleList:
@@ -77,7 +82,7 @@ def _of_mtp_alone(model: nn.Module) -> nn.ModuleList:
     return nn.ModuleList([modules[name] for name in names if modules.get(name) is not None])
 
 
-class _PassThrough:
+class _PassThrough(nn.Module):
     """In place of the MTP layers: its call returns the hidden states.
 
     Megatron's DDP counts the gradients of each bucket, and raises where one is missing. So those of
@@ -85,20 +90,19 @@ class _PassThrough:
     optimizer's gather of parameters, which modules' hooks wait for, is waited for.
     """
 
-    def __init__(self, layers: nn.Module | None, left_out: nn.ModuleList) -> None:
-        self._layers, self._left_out = layers, left_out
+    def __init__(self, layers: nn.Module, left_out: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers  # a HybridModel's forward goes through the parameters
+        self._left_out = (left_out,)  # no part of this module
 
-    def __call__(self, *args: object, hidden_states: Tensor, **kwargs: object) -> Tensor:
-        wait_for_parameters(self._left_out)
-        inside = self._left_out.parameters()
+    def forward(self, *args: object, hidden_states: Tensor, **kwargs: object) -> Tensor:
+        (left_out,) = self._left_out
+        wait_for_parameters(left_out)
+        inside = left_out.parameters()
         parameters = [p for p in inside if p.requires_grad and hasattr(p, "main_grad")]
         if not (parameters and hidden_states.requires_grad):
             return hidden_states
         return _LeftOut.apply(hidden_states, *parameters)
-
-    def __getattr__(self, name: str) -> object:
-        """Those of the layers: a HybridModel's forward goes through their parameters."""
-        return getattr(self._layers, name)
 
 
 class _LeftOutContext(FunctionCtx):

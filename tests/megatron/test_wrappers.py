@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import find_language_models, heads, patch_model
 from mcore_logprobs.megatron.imports import PassedArguments, replace_function
 from mcore_logprobs.sources.lazy import LazyLogits
-from tests.megatron.common import make_batch, megatron, relative
+from tests.megatron.common import VOCAB, make_batch, megatron, relative, tiny_config
 from tests.megatron.test_other_uses import gpt, hybrid
 
 
@@ -128,6 +129,25 @@ def test_a_compiled_model_whose_graph_breaks_before_the_head(block: str) -> None
                 with handle.targets(labels):
                     found = compiled(**inputs).logprobs
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.night
+def test_a_compiled_model_with_mtp_that_a_call_leaves_out() -> None:
+    """After one that ran the MTP layers: its graph is not that of a call without them."""
+    with megatron() as parallel_state:
+        config = tiny_config(num_layers=1, mtp_num_layers=1)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=True)
+        batch = make_batch(parallel_state)
+        inputs, labels = batch["inputs"], batch["labels"]
+        compiled = torch.compile(model, backend="eager")
+        with patch_model(compiled, LogprobConfig()) as handle:
+            compiled(**inputs, labels=labels)
+            with handle.sample(3):
+                found, expected = compiled(**inputs), model(**inputs)
+            with handle.options(mtp="off"):
+                statistics = [x(**inputs, labels=labels).logprobs for x in (compiled, model)]
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(*statistics)
 
 
 # ---- functions that somebody else has put on the model ------------------------------------------
