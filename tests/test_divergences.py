@@ -439,19 +439,67 @@ def split_beside_given_logits() -> float:
     """The error of a student whose sequence is split over the ranks, beside a teacher's logits."""
     count, rank, group = world_size(), world_rank(), world_group()
     hidden, weight = torch.randn(6, 2, 7), torch.randn(18, 7)
-    teacher = torch.randn(6, 2, 18)
+    teacher, temperature = torch.randn(6, 2, 18), torch.linspace(0.5, 2.0, 12).view(6, 2)
     with torch.no_grad():
         got = linear_kl_div(
             hidden.chunk(count)[rank],
             weight.chunk(count)[rank],
             teacher_logits=teacher.chunk(count, -1)[rank],
+            temperature=temperature,
             sequence_parallel=True,
             chunk_size=2,
             tp_group=group,
         )
-    log_p, log_q = (hidden @ weight.t()).log_softmax(-1), teacher.log_softmax(-1)
+    log_p, log_q = (
+        (z / temperature[..., None]).log_softmax(-1) for z in (hidden @ weight.t(), teacher)
+    )
     return float((got - (log_q.exp() * (log_q - log_p)).sum(-1)).abs().max())
 
 
 def test_a_given_teacher_beside_a_sequence_that_is_split(ranks) -> None:
     assert all(error < 1e-5 for error in ranks(2).run(split_beside_given_logits))
+
+
+@pytest.mark.parametrize("kind", ["forward", "jsd"])
+def test_a_divergence_is_no_part_of_its_teacher_s_graph(kind: str) -> None:
+    """Which it would keep alive, with all that the teacher's model saved."""
+    student, teacher = torch.randn(3, 8), torch.randn(3, 8, requires_grad=True)
+    hidden, weight = torch.randn(3, 4), torch.randn(8, 4, requires_grad=True)
+    assert not vocab_parallel_kl_div(student, teacher, kind=kind).requires_grad
+    of_head = {"teacher_hidden": hidden, "teacher_weight": weight}
+    assert not linear_kl_div(hidden, weight.detach(), **of_head, kind=kind).requires_grad
+
+
+@pytest.mark.parametrize("of_head", [False, True])
+def test_a_student_s_rows_that_lie_in_another_order_than_its_teacher_s(of_head: bool) -> None:
+    student, hidden, weight = torch.randn(3, 2, 18), torch.randn(2, 3, 7), torch.randn(18, 7)
+    exact, upstream = student.double().requires_grad_(), torch.linspace(-1.0, 2.0, 6).view(2, 3)
+    student.requires_grad_()
+    teacher = head_logits(hidden, weight) if of_head else given_logits(hidden @ weight.t())
+    got = kl_div(given_logits(student.transpose(0, 1)), teacher)
+    log_p = exact.transpose(0, 1).log_softmax(-1)
+    log_q = (hidden.double() @ weight.double().t()).log_softmax(-1)
+    want = (log_q.exp() * (log_q - log_p)).sum(-1)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    (found,) = torch.autograd.grad(got, student, upstream)
+    (wanted,) = torch.autograd.grad(want, exact, upstream.double())
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_two_sides_copy_half_the_rows_of_one() -> None:
+    rows, width = 64, 4096
+    student, teacher = torch.randn(2, rows, width).bfloat16()
+    of_16_rows = 16 * 4 * width
+    with budgets.use(replace(budgets.CPU, copy_bytes=of_16_rows)), TensorsMade() as made:
+        vocab_parallel_kl_div(student, teacher, backend="torch")
+    assert made.peak < 5 * of_16_rows // 2  # as `pair_stats`, of 8 rows
+
+
+def test_rows_of_a_teacher_that_lies_in_two_views_are_read_in_place() -> None:
+    student, teacher = torch.randn(2, 32, 1024), torch.randn(2, 33, 1024)[:, :-1]
+    with budgets.use(replace(budgets.CPU, copy_bytes=1 << 14)), TensorsMade() as made:
+        got = vocab_parallel_kl_div(student, teacher, backend="torch")
+    assert not made.larger_than(1 << 16)  # of 64 rows, two at a time
+    log_p, log_q = (x.double().log_softmax(-1) for x in (student, teacher))
+    want = (log_q.exp() * (log_q - log_p)).sum(-1)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
 import pytest
@@ -416,3 +417,43 @@ def test_a_float16_policy_loss_in_several_tiles_with_a_temperature_per_token() -
     )
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=3e-3, atol=3e-3)
+
+
+# ---- main_grad ----------------------------------------------------------------------------------
+
+FUSION: Any = {"gradient_accumulation_fusion": True}
+
+
+@pytest.mark.parametrize("main_grad", [None, torch.zeros(7), torch.zeros(7, 18), 1.0])
+def test_a_weight_that_learns_has_a_main_grad_of_its_shape(main_grad: Any) -> None:
+    weight, target = torch.nn.Parameter(torch.randn(18, 7)), torch.tensor([3, 17, 0])
+    if main_grad is not None:
+        weight.main_grad = main_grad
+    with pytest.raises(ValueError, match=r"expected weight.main_grad of shape \(18, 7\), got"):
+        linear_token_stats(torch.randn(3, 7), weight, target, **FUSION)
+
+
+def test_a_weight_without_gradients_needs_no_main_grad() -> None:
+    """A reference model's and a frozen one's: there are no buffers."""
+    hidden, target = torch.randn(3, 7, requires_grad=True), torch.tensor([3, 17, 0])
+    weight = torch.nn.Parameter(torch.randn(18, 7))
+    with torch.no_grad():
+        value = linear_token_stats(hidden, weight, target, **FUSION).logprobs
+    learns = linear_token_stats(hidden, weight.requires_grad_(False), target, **FUSION).logprobs
+    exact = (hidden.double() @ weight.double().t()).log_softmax(-1)[range(3), target]
+    torch.testing.assert_close(value.double(), exact.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(learns.double(), exact, rtol=1e-5, atol=1e-5)
+    got, want = (torch.autograd.grad(x.sum(), hidden)[0] for x in (learns, exact))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_megatron_does_not_mark_gets_no_gradient_of_its_own() -> None:
+    """What stands for one is uninitialized: without the mark an optimizer would read it."""
+    hidden, target = torch.randn(3, 7), torch.tensor([3, 17, 0])
+    weight = torch.nn.Parameter(torch.randn(18, 7))
+    weight.main_grad = torch.zeros(18, 7)
+    linear_token_stats(hidden, weight, target, **FUSION).logprobs.sum().backward()
+    assert weight.grad is None
+    exact = weight.detach().double().requires_grad_()
+    (hidden.double() @ exact.t()).log_softmax(-1)[range(3), target].sum().backward()
+    torch.testing.assert_close(weight.main_grad.double(), exact.grad, rtol=1e-4, atol=1e-5)

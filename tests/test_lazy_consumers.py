@@ -479,3 +479,31 @@ def test_metrics_that_are_others() -> None:
     with torch.no_grad():
         assert not lazy.mean().requires_grad
     torch.testing.assert_close(lazy.detach().mean(), real.mean())
+
+
+@pytest.mark.own_sizes
+@pytest.mark.parametrize("per_token", [False, True])
+def test_as_many_other_rows_are_another_pass(per_token: bool) -> None:
+    """As of a packed batch's sequences, one call each."""
+    hidden, weight = torch.randn(S, B, H), torch.randn(V, H)
+    logits, real = lazy_logits(hidden, weight), (hidden.double() @ weight.double().t())
+    if per_token:
+        temperature = torch.linspace(0.5, 2.0, S * B).view(S, B, 1)
+        logits, real = logits / temperature, real / temperature
+    log_p = real.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    for rows in (slice(0, 2), slice(1, 3), slice(0, 2)):
+        found = ours.vocab_parallel_entropy(logits[rows])
+        torch.testing.assert_close(found.double(), entropy[rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.own_sizes
+def test_a_row_at_another_temperature_is_another_pass() -> None:
+    hidden, weight = torch.randn(1, B, H), torch.randn(V, H)
+    temperature = torch.tensor([0.5, 2.0]).view(2, 1, 1)
+    twice = lazy_logits(hidden, weight)[[0, 0]] / temperature
+    log_p = ((hidden.double() @ weight.double().t())[[0, 0]] / temperature).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    for rows in (slice(0, 1), slice(1, 2)):
+        found = ours.vocab_parallel_entropy(twice[rows])
+        torch.testing.assert_close(found.double(), entropy[rows], rtol=1e-5, atol=1e-5)

@@ -37,6 +37,7 @@ def make_terms(chunk: Chunk, spec: StatsSpec, entries: int | None = None) -> Gra
     total = below.exp().sum(-1).clamp(min=1.0)
     for name, row in by_name(spec.coefficients, coef).items():
         row /= {"finite": 1.0, "squares": total**2}.get(name, total)
+    shift, coef = torch.stack([shift, shift + 1.0], 1)[:, 0], coef.t().contiguous().t()
     return GradientTerms(column, upstream, shift, coef, spec)
 
 

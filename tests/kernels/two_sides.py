@@ -32,12 +32,12 @@ def run_pair(
     multipliers = student.processing.multiplier, teacher.processing.multiplier
     done = finalize_pair(merge_pairs(stats, spec, multipliers), spec)
     value, inner = done.value, done.value
-    norms = (done.softmax,)
+    norms = (done.softmax.t().contiguous().t(),)  # strided, as the next two
     if spec.two_pass:
         from_teacher, inner = kernels.pair_sums(student, teacher, *norms, spec, **size)
         value = beta * from_teacher + (1.0 - beta) * inner
     upstream = torch.where(done.usable, upstream, 0.0)
-    upstream = torch.stack([upstream, upstream + 1.0], 1)[:, 0]  # strided
+    inner, upstream = (torch.stack([x, x + 1.0], 1)[:, 0] for x in (inner, upstream))
     kernels.pair_grad(student, teacher, *norms, inner, upstream, spec, out=out, **size)
     return torch.where(done.usable, value, 0.0), inner, out
 
