@@ -75,6 +75,18 @@ def train_step(
     return reports, grads
 
 
+def furthest(
+    steps: list[tuple[list[Any], dict[str, torch.Tensor]]],
+    wanted: tuple[list[Any], dict[str, torch.Tensor]],
+) -> float:
+    """How far results of `train_step` are from those of another; a stage may report no losses."""
+    losses, grads = wanted
+    apart = [worst(found, grads) for _, found in steps]
+    for reports, _ in steps:
+        apart += [relative(x, y) for x, y in zip(reports, losses, strict=True)]
+    return max(apart)
+
+
 def weighted(output: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     loss = (loss_of(output).float() * batch["weights"]).mean()
     return loss, loss_of(output).detach().clone()
