@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import mcore_logprobs as ml
+from mcore_logprobs.kernels import pairs
+from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.inductor import common
 from tests.kernels.common import DEVICE
 from tests.kernels.interpreter import interpreted
@@ -65,8 +67,10 @@ def test_normalizers_of_a_pair_that_a_saved_tensor_hook_laid_out_anew(kind: str)
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
 
 
-def check_digits_beside_columns_that_are_gone(kind: str, width: int, backend: str) -> None:
-    """The first blocks weigh nothing, and what one side masks there sums to an infinity."""
+def close_beside_columns_that_are_gone(kind: str, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(student, teacher, divergence): the first half weighs nothing, and what one side masks there
+    sums to an infinity.
+    """
     student = torch.randn(3, width, device=DEVICE)
     teacher = student + 1e-4 * torch.randn(3, width, device=DEVICE)
     masked = teacher if kind == "reverse" else student
@@ -75,16 +79,26 @@ def check_digits_beside_columns_that_are_gone(kind: str, width: int, backend: st
         side[:, width // 2 :] += 200.0
     logp, logq = (x.double().log_softmax(-1) for x in (student, teacher))
     own, other = (logp, logq) if kind == "reverse" else (logq, logp)
-    got = ml.vocab_parallel_kl_div(student, teacher, kind=kind, backend=backend)
-    want = (own.exp() * (own - other)).sum(-1)
+    return student, teacher, (own.exp() * (own - other)).sum(-1)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_digits_beside_parts_that_are_gone(kind: str) -> None:
+    *sides, want = close_beside_columns_that_are_gone(kind, 2048)
+    spec = pairs.PairSpec(kind)
+    parts = [
+        pairs.pair_stats(
+            *(Chunk(x[:, part], 1024, Processing.of()) for x in sides), spec, chunk_size=3
+        )
+        for part in (slice(0, 1024), slice(1024, 2048))
+    ]
+    got = pairs.finalize_pair(pairs.merge_pairs(torch.cat(parts), spec), spec).value
     torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=0.0)
-
-
-def test_digits_beside_blocks_that_are_gone() -> None:
-    check_digits_beside_columns_that_are_gone("forward", 2048, "inductor")
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse"])
 @interpreted
 def test_digits_beside_tiles_that_are_gone(kind: str) -> None:
-    check_digits_beside_columns_that_are_gone(kind, 4200, "triton")
+    student, teacher, want = close_beside_columns_that_are_gone(kind, 4200)
+    got = ml.vocab_parallel_kl_div(student, teacher, kind=kind, backend="triton")
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=0.0)
