@@ -41,10 +41,11 @@ def chunk_of(logits: Tensor, spec: StatsSpec = FULL) -> Chunk:
 
 
 def make_terms(logits: Tensor, target: Tensor, spec: StatsSpec) -> GradientTerms:
-    """Of one entry per row; nothing is asked of the NaN row and one more."""
+    """Of one entry per row; nothing is asked of the NaN row and one more, of another the entry."""
     shift = logits.float().nan_to_num(neginf=-1e4).amax(-1)
     coef, upstream = torch.randn(len(spec.coefficients), ROWS), torch.randn(ROWS, 1)
     coef[:, [3, 6]] = upstream[[3, 6]] = 0.0
+    coef[:, 5] = 0.0  # as of upstreams that cancel
     kept = len(coef) - 1  # in a row with nothing else, the last one too is something
     coef[:kept, 8] = upstream[8] = 0.0
     return GradientTerms(target.unsqueeze(1), upstream, shift, coef, spec)
