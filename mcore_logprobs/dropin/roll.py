@@ -156,14 +156,16 @@ class MegatronInferStrategy:
         target = pieces.roll(-1, dims=-1)
         target[..., -1] = IGNORED
         target = target.flatten(1)
-        local = -ours.vocab_parallel_logprobs(logits, target).sum()
-        sums = torch.stack([local.detach(), (target != IGNORED).sum().to(local.dtype)])
+        loss = -ours.vocab_parallel_logprobs(logits, target).sum()
+        count = (target != IGNORED).sum()
         if not whole:
+            sums = torch.stack([loss.detach(), count.to(loss.dtype)])
             sums = all_reduce_sum(sums, parallel_state.get_context_parallel_group())
-        loss = sums[0] + (local - local.detach())  # the value of all ranks
+            loss = sums[0] + (loss - loss.detach())  # the value of all ranks
+            count = sums[1].to(torch.int64)
         if reduction == "mean":
-            loss = loss / sums[1].clamp(min=1.0)
-        return loss, sums[1].to(torch.int64)
+            loss = loss / count.clamp(min=1)
+        return loss, count
 
 
 def cross_entropy(

@@ -58,7 +58,7 @@ def without_mtp(model: nn.Module) -> Iterator[None]:
     # A GPTModel splits hidden states into 1 + this many (0.15 and 0.16, if it is not None). A
     # HybridModel, which has no _postprocess, takes no 0.
     without.mtp_num_layers = 0 if hasattr(model, "_postprocess") else None
-    # Among the modules, where torch.compile's guards see another one.
+    # It replaces a registered module, because torch.compile's guards check those.
     modules = own["_modules"]
     layers = modules.get("mtp")
     own["config"] = without
@@ -93,7 +93,7 @@ class _PassThrough(nn.Module):
     def __init__(self, layers: nn.Module, left_out: nn.ModuleList) -> None:
         super().__init__()
         self.layers = layers  # a HybridModel's forward goes through the parameters
-        self._left_out = (left_out,)  # no part of this module
+        self._left_out = (left_out,)  # in a tuple: not registered as a submodule
 
     def forward(self, *args: object, hidden_states: Tensor, **kwargs: object) -> Tensor:
         (left_out,) = self._left_out

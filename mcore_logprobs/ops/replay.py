@@ -196,7 +196,7 @@ class _RecordedLogits:
         return stats
 
     def _sums(self, values: Tensor) -> Tensor:
-        """`[n]`, of each row's entries. In float32, added one by one, a hundred thousand drift."""
+        """`[n]`, of each row's entries: added one by one, which in float32 loses digits."""
         sums = values.new_zeros(self._source.num_rows, dtype=torch.float64)
         return sums.index_add_(0, self.row, values.double())
 
