@@ -366,12 +366,7 @@ def without_heads(layout: dict[str, int], tied: bool) -> float:
                 config, vocab_size=VOCAB, pattern=pattern, tied=tied
             )
         ]
-        batches = [make_batch(parallel_state, seed=seed) for seed in range(2)]
-        config.mtp_loss_scaling_factor = 0.0
-        expected = train_step(config, chunks, batches, weighted)
-        with patch_gpt_model(chunks, LogprobConfig(mtp="off")):
-            steps = [train_step(config, chunks, batches, weighted) for _ in range(2)]
-        return furthest(steps, expected)
+        return test_mtp.trained_without_heads(parallel_state, config, chunks)
 
 
 @pytest.mark.parametrize(("layout", "tied"), [({}, False), ({"pp": 2}, True)])
