@@ -499,7 +499,7 @@ def test_a_record_has_no_id_that_a_bias_forbids_beside_others() -> None:
         )
 
 
-def test_a_caller_s_bias_stays_as_it_is_beside_disallowed_ids() -> None:
+def test_disallowed_ids_are_not_written_into_a_caller_s_bias() -> None:
     bias, target = torch.zeros(8), torch.tensor([0, 2, 1])
     given = {"logit_bias": bias, "disallowed_ids": [5]}
     vocab_parallel_token_stats(torch.randn(3, 8), target, **given)

@@ -289,24 +289,25 @@ def installed(path: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
 def check_installed(framework: Framework) -> tuple[str, set[str]]:
     """Check all files of a framework on `sys.path` before the first function is replaced.
 
-    Returns: (what to log, or "": that there are none, another version than the one compared with,
-        or names that they lack; those names).
+    Returns: (a line to log, or ""; the names that these files lack, which the line has). The line
+        says that there are no files, that another version than the compared one is installed, or
+        which names are not defined.
 
     Raises:
         ValueError: the first name whose calls the drop-in does not take.
     """
     roots = _roots()
     texts = _texts(framework, roots)
-    if not texts and not any(framework.module_name(f) in sys.modules for f in framework.files):
-        return (
+    if not texts:
+        imported = any(framework.module_name(file) in sys.modules for file in framework.files)
+        none = (
             f"{framework.repository}: expected its files on sys.path, found none; those that "
             "are imported later from elsewhere are still replaced"
-        ), set()
+        )
+        return "" if imported else none, set()
     theirs: dict[str, str] = {}
     for file, text in texts.items():
         theirs |= check_fits(framework, framework.module_name(file), text, framework.names())
-    if not texts:
-        return "", set()
     gone = set(framework.names()) - set(framework.left_alone) - theirs.keys()
     version = _version(framework, roots)
     if version in (_UNKNOWN, framework.compared) or not framework.compared:

@@ -123,7 +123,7 @@ class MegatronInferStrategy:
         logits' dtype, on every TP rank. Ids of None: the logits as they are.
 
         Collectives: one all-reduce over TP, backward none, as in ROLL. An id outside the vocabulary
-        is an error, which at TP > 1 ROLL gives a logit of 0; -100 gives 0.
+        is an error; at TP > 1 ROLL gives it a logit of 0. -100 gives 0.
         """
         if teacher_indices is None:
             return student_logits
@@ -134,11 +134,11 @@ class MegatronInferStrategy:
     def op_compute_language_loss_from_logits(
         self, logits: Tensor, targets: Tensor, reduction: str = "mean"
     ) -> tuple[Tensor, Tensor]:
-        """(-log p of each next token, summed or its mean, float32; how many they are, int64).
+        """(sum or mean of -log p of the next tokens, float32; their number, int64).
 
-        Shape: `[b, s/CP, V/TP]`, the whole tokens `[b, s]` of every CP rank, -100 where there is
-        none. A rank's zigzag pieces predict within themselves: the first token of each piece is
-        nobody's target, as in ROLL.
+        Shape: logits `[b, s/CP, V/TP]`, targets `[b, s]`, whole on every CP rank; -100 does not
+        count. Each of a rank's two zigzag pieces predicts its own tokens only: the first token of a
+        piece is not a target, as in ROLL.
 
         Collectives: one all-gather over TP; the sums and counts are added up over CP, where the
         gradient is that of the rank's own tokens, as in ROLL.

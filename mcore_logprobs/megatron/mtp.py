@@ -63,7 +63,7 @@ def without_mtp(model: nn.Module) -> Iterator[None]:
     layers = modules.get("mtp")
     own["config"] = without
     if layers is not None:
-        modules["mtp"] = _PassThrough(layers, _of_mtp_alone(model))
+        modules["mtp"] = _PassThrough(_of_mtp_alone(model))
     try:
         yield
     finally:
@@ -90,15 +90,13 @@ class _PassThrough(nn.Module):
     optimizer's gather of parameters, which modules' hooks wait for, is waited for.
     """
 
-    def __init__(self, layers: nn.Module, left_out: nn.ModuleList) -> None:
+    def __init__(self, left_out: nn.ModuleList) -> None:
         super().__init__()
-        self.layers = layers  # a HybridModel's forward goes through the parameters
-        self._left_out = (left_out,)  # in a tuple: not registered as a submodule
+        self.left_out = left_out  # registered: a HybridModel's forward reads the parameters
 
     def forward(self, *args: object, hidden_states: Tensor, **kwargs: object) -> Tensor:
-        (left_out,) = self._left_out
-        wait_for_parameters(left_out)
-        inside = left_out.parameters()
+        wait_for_parameters(self.left_out)
+        inside = self.left_out.parameters()
         parameters = [p for p in inside if p.requires_grad and hasattr(p, "main_grad")]
         if not (parameters and hidden_states.requires_grad):
             return hidden_states

@@ -349,23 +349,11 @@ def test_schedules_of_a_hybrid_model(ranks, layout, pattern):
 def without_heads(layout: dict[str, int], tied: bool) -> float:
     """`mtp="off"` under DDP, whose overlapping reductions count every parameter's gradient."""
     with megatron(**layout) as parallel_state:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
-
         pattern = "M*|M-/*-" if "pp" in layout else "M*M-/*-"
         config = hybrid.hybrid_config(layout, pattern)
         # Not of a tied head behind the first stage, where Megatron's own does not get this far.
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=not (tied and "pp" in layout)
-        )
-        chunks = [
-            DistributedDataParallel(config, ddp, chunk)
-            for chunk in mm.build_hybrid_chunks(
-                config, vocab_size=VOCAB, pattern=pattern, tied=tied
-            )
-        ]
+        overlap = {"overlap_grad_reduce": not (tied and "pp" in layout)}
+        chunks = hybrid.wrapped_chunks(config, pattern, tied=tied, **overlap)
         return test_mtp.trained_without_heads(parallel_state, config, chunks)
 
 

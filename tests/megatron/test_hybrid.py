@@ -100,26 +100,23 @@ def test_experts(ranks, layout):
         assert max(errors.values()) < 1e-5
 
 
+def wrapped_chunks(config: Any, pattern: str, *, tied: bool, **ddp: Any) -> list[Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp)
+    chunks = mm.build_hybrid_chunks(config, vocab_size=VOCAB, pattern=pattern, tied=tied)
+    return [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
+
+
 def schedule(
     layout: dict[str, int], pattern: str, *, tied: bool = True, output: str = "stats"
 ) -> dict[str, float]:
     """One step by Megatron's schedule, wrapped in its DDP, patched against unpatched."""
     with megatron(**layout) as parallel_state:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
-
         config = hybrid_config(
             layout, pattern, microbatch_group_size_per_vp_stage=layout.get("pp", 1)
         )
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        chunks = [
-            DistributedDataParallel(config, ddp, chunk)
-            for chunk in mm.build_hybrid_chunks(
-                config, vocab_size=VOCAB, pattern=pattern, tied=tied
-            )
-        ]
+        chunks = wrapped_chunks(config, pattern, tied=tied)
         batches = [make_batch(parallel_state, seed=i) for i in range(2 * layout.get("pp", 1))]
         return against_unpatched(parallel_state, config, chunks, batches, {"output": output})
 

@@ -269,19 +269,16 @@ def _tensors(step: int, actor: Any, row: Row) -> dict[str, Tensor]:
     response[torch.arange(count), (prompts + 2).squeeze(1)] = 0  # a tool's token
     attended = (place < lengths).long()
     advantages = torch.randn(count, 1, generator=random).expand(-1, LENGTH - 1)
-    targets = (ids * attended).masked_fill((response == 0) | (attended == 0), -100)
-    if row.settings.get("student"):
-        return {
-            "input_ids": ids * attended,
-            "attention_mask": attended,
-            "position_ids": place.expand(count, -1).contiguous(),
-            # As `train_step` names them: of "labels" the model itself makes a loss.
-            "labels_for_loss": targets,
-        }
-    return {
+    read = {
         "input_ids": ids * attended,
         "attention_mask": attended,
         "position_ids": place.expand(count, -1).contiguous(),
+    }
+    if row.settings.get("student"):
+        targets = read["input_ids"].masked_fill((response == 0) | (attended == 0), -100)
+        # As `train_step` names them: of "labels" the model itself makes a loss.
+        return read | {"labels_for_loss": targets}
+    return read | {
         "response_mask": response,
         "advantages": (advantages * response[:, 1:]).contiguous(),
     }
