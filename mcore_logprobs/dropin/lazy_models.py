@@ -93,7 +93,8 @@ def _watch(name: str, module: object) -> None:
     @functools.wraps(make)
     def init(self: nn.Module, *args: object, **kwargs: object) -> None:
         make(self, *args, **kwargs)
-        vars(self)[_MARK] = True
+        if _settings:
+            vars(self)[_MARK] = True
 
     @functools.wraps(run)
     def call(self: nn.Module, *args: object, **kwargs: object) -> object:

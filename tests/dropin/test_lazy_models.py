@@ -83,6 +83,11 @@ def while_it_is_on(fused: str) -> None:
         assert type(model(**batch["inputs"])) is Tensor
         assert patch_of(model) is None
         assert "output_layer" in dict(model.named_modules())
+        made_while_off = built()
+        with automatic(batch) as another:
+            assert isinstance(another(**batch["inputs"]), LazyLogits)
+            assert isinstance(model(**batch["inputs"]), LazyLogits)
+            assert type(made_while_off(**batch["inputs"])) is Tensor
 
 
 @pytest.mark.parametrize("fused", ["auto", "require"])
