@@ -296,9 +296,13 @@ def test_a_filter_of_one_side_leaves_no_token_out(other: str, filtered: str) -> 
 FILTERS: list[dict[str, Any]] = [{"top_p": 0.95}, {"top_k": 20}, {"min_p": 0.05}]
 
 
+# A search that counts every such token blames the filter at the first of these, which is the day's.
+@pytest.mark.parametrize(
+    "seed", [4, *(pytest.param(seed, marks=pytest.mark.night) for seed in (2, 3))]
+)
 @pytest.mark.parametrize("applied", [True, False])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_noise_at_the_cut_of_a_filter(filters: dict[str, Any], applied: bool) -> None:
+def test_noise_at_the_cut_of_a_filter(filters: dict[str, Any], applied: bool, seed: int) -> None:
     """Tokens that noise carries over the cut are impossible for the trainer. They are few, and do
     not make an engine's filter look as if it were not there; tokens far outside do."""
 
@@ -310,23 +314,20 @@ def test_noise_at_the_cut_of_a_filter(filters: dict[str, Any], applied: bool) ->
         out |= p < filters.get("min_p", 0.0) * p[..., :1]
         return z.masked_fill(torch.zeros_like(out).scatter(-1, index, out), -torch.inf)
 
-    impossible = 0
-    for seed in range(2, 5):  # at which a search that counts every such token blames the filter
-        generator = torch.Generator().manual_seed(seed)
-        trainer = 2.5 * torch.randn(4, 64, 300, generator=generator)
-        engine = trainer + 0.03 * torch.randn(trainer.shape, generator=generator)
-        sampler = kept(engine.double()) if applied else engine.double()
-        probs = sampler.softmax(-1).flatten(0, 1)
-        target = torch.multinomial(probs, 1, generator=generator).view(4, 64)
-        ours, theirs = (
-            z.log_softmax(-1).gather(-1, target.unsqueeze(-1))[..., 0]
-            for z in (kept(trainer.double()), sampler)
-        )
-        impossible += int(ours.isinf().sum())
-        found = explain_mismatch(ours, theirs, target, logits=trainer, vocab_size=300, **filters)
-        assert found.train.departures() == []
-        assert found.rollout.departures() == ([] if applied else ["filter_applied"])
-    assert impossible > 0
+    generator = torch.Generator().manual_seed(seed)
+    trainer = 2.5 * torch.randn(4, 64, 300, generator=generator)
+    engine = trainer + 0.03 * torch.randn(trainer.shape, generator=generator)
+    sampler = kept(engine.double()) if applied else engine.double()
+    probs = sampler.softmax(-1).flatten(0, 1)
+    target = torch.multinomial(probs, 1, generator=generator).view(4, 64)
+    ours, theirs = (
+        z.log_softmax(-1).gather(-1, target.unsqueeze(-1))[..., 0]
+        for z in (kept(trainer.double()), sampler)
+    )
+    assert ours.isinf().any() or seed == 2
+    found = explain_mismatch(ours, theirs, target, logits=trainer, vocab_size=300, **filters)
+    assert found.train.departures() == []
+    assert found.rollout.departures() == ([] if applied else ["filter_applied"])
 
 
 def test_no_cause_where_nothing_differs(data: dict[str, Tensor]) -> None:

@@ -26,7 +26,7 @@ from rl.data import IGNORE, group_advantages, kept_ids, make_batch, make_task
 from rl.evaluate import Evaluation, Evaluator, Questions
 from rl.optim import CpuAdamW
 from rl.report import Reporter, StepRecord, plot_run, run_steps
-from rl.rollout import LetterTokenizer, RolloutEngine, Sample, left_pad
+from rl.rollout import LetterTokenizer, RolloutEngine, Sample, left_pad, renew_rotary_buffers
 from rl.vllm_server import Server
 from rl.weights import Sizes, Slot, build_gpt_model, slot_of, to_megatron, to_transformers
 
@@ -163,6 +163,7 @@ def test_a_model_s_own_penalties_do_not_sample(tmp_path: Path) -> None:
     penalties = {"repetition_penalty": 1.5, "suppress_tokens": [3, 4], "no_repeat_ngram_size": 2}
     (tmp_path / "generation_config.json").write_text(json.dumps(penalties))
     loaded = type(made).from_pretrained(tmp_path)
+    renew_rotary_buffers(loaded)
     assert loaded.generation_config.repetition_penalty == 1.5
     engine = RolloutEngine(loaded, LetterTokenizer())
     asked = RolloutSection(max_new_tokens=8)
