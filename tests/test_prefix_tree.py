@@ -130,6 +130,25 @@ def test_many_branches_are_summed_in_float32() -> None:
 def test_padding_is_no_token_of_the_caller_s() -> None:
     tree = PrefixTree.from_parents(torch.tensor([5, 6, 7]), torch.tensor([-1, 0, 0]), multiple=4)
     assert tree.order.tolist() == [0, 1, 2, -1]
+    assert tree.tokens.tolist() == [5, 6, 7, 0]
+    assert tree.parents.tolist() == [-1, 0, 0, -1]
+    assert tree.positions.tolist() == [0, 1, 1, 0]
+
+
+def test_a_single_token() -> None:
+    tree = PrefixTree.from_parents(torch.tensor([5]), torch.tensor([-1]))
+    assert tree.tokens.tolist() == [5]
+    assert tree.rows.numel() == tree.targets.numel() == 0
+    assert [path.tolist() for path in tree.paths] == [[]]
+
+
+def test_several_numbers_a_row() -> None:
+    tree = PrefixTree.from_branches([[5, 6, 7], [5, 8]])
+    per_row = torch.arange(9).view(3, 3)
+    assert [x.tolist() for x in tree.branches(per_row)] == [
+        [[0, 1, 2], [3, 4, 5]],
+        [[6, 7, 8]],
+    ]
 
 
 def test_branches_may_be_changed_in_place() -> None:

@@ -157,6 +157,7 @@ def test_installed_frameworks_are_reported(tmp_path: Path) -> None:
     elsewhere = tmp_path / "areal/engine/new_place.py"
     elsewhere.parent.mkdir()
     elsewhere.write_text("def reassemble_cp_packed_logprobs(local_tensor, padded): ...\n")
+    (tmp_path / "areal/later.py").write_text(elsewhere.read_text())  # the first counts
     report = "; ".join(installed.installed([str(tmp_path)])["areal"]["problems"])
     assert "reassemble_cp_packed_logprobs has moved to areal/engine/new_place.py" in report
     assert "gather_logprobs: expected 'brand_new' at position 2" in report

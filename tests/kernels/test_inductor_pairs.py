@@ -6,6 +6,7 @@ second or two each: by day the cases share a few.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -260,6 +261,25 @@ def test_what_is_rare_is_the_references(rows, valid, how, seen):
         )
         torch.testing.assert_close(got, want, rtol=0.0, atol=0.0)
     assert not seen
+
+
+def test_without_vectors_it_is_the_references(monkeypatch, caplog, seen):
+    sides = torch.randn(2, 5, WIDTH)
+    both = [Chunk(side, VALID) for side in sides]
+    monkeypatch.setattr(compiled, "vector_bits", lambda: 0)
+    compiled._has_vectors.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, logger="mcore_logprobs"):
+            got, want = (
+                run_pair(kernels, *both, "jsd", torch.ones(5), torch.empty_like(sides[0]))
+                for kernels in (inductor, pairs)
+            )
+    finally:
+        compiled._has_vectors.cache_clear()
+    torch.testing.assert_close(got, want, rtol=0.0, atol=0.0)
+    assert not seen
+    (record,) = caplog.records
+    assert "no vectors here; the torch backend takes over" in record.getMessage()
 
 
 def test_where_torch_compiles_nothing_the_reference_takes_over():

@@ -294,6 +294,15 @@ def mistakes() -> None:
             refused(
                 "target: expected a tensor of integers [m]", lambda: handle.targets(labels, rows)
             )
+            for wrong, got in ([1], "list"), (labels.float(), tuple(labels.shape)):
+                refused(
+                    f"target: expected a tensor of integers [b, s], got {got}",
+                    lambda t=wrong: handle.targets(t),
+                )
+                refused(
+                    f"ids: expected a tensor of integers [k] or [b, s, k], got {got}",
+                    lambda t=wrong: handle.also(t),
+                )
             refused(
                 f"rows: expected indices in [0, {count})",
                 lambda: handle.targets(rows, rows=torch.tensor([0, count])),

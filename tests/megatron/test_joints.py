@@ -349,6 +349,11 @@ def own_loss(mtp: bool) -> None:
             got, grads = step(model, batch)
             with pytest.raises(ValueError, match="ZLoss"), handle.options(output="stats"):
                 pass
+            ids = batch["labels"].flatten() % VOCAB
+            kept = ids, torch.arange(len(ids) + 1)
+            for block in (handle.targets(ids[:2], rows=torch.arange(2)), handle.replay(kept)):
+                with pytest.raises(ValueError, match="knows neither rows nor a replay"), block:
+                    pass
             with handle.policy_loss(lambda logprobs, entropy: -logprobs), handle.also(topk=2):
                 stats = model(**batch["inputs"], labels=batch["labels"])
             assert isinstance(stats, TokenStats)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
-from mcore_logprobs.megatron import patch_gpt_model, unpatch_gpt_model
+from mcore_logprobs.megatron import head_patch, patch_gpt_model, unpatch_gpt_model
+from mcore_logprobs.megatron.head_patch import patch_of
+from mcore_logprobs.megatron.patch import patch_built
 from mcore_logprobs.ops.token_stats import TokenStats, vocab_parallel_logprobs
 from tests.helpers import oracles
 from tests.helpers.covering import every_pair
@@ -272,6 +274,51 @@ def idempotence() -> None:
 
 def test_patching_twice(ranks):
     ranks(1).run(idempotence)
+
+
+def fails_halfway() -> None:
+    """If the head of the second of two chunks fails, no chunk stays patched."""
+    with megatron():
+        first, second = (mm.build_gpt_model(tiny_config(), vocab_size=VOCAB) for _ in range(2))
+        before = snapshot(first), snapshot(second)
+        original = head_patch.kind_reason
+
+        def fail(layer: Any) -> str:
+            if layer is second.output_layer and patch_of(first) is not None:
+                raise RuntimeError("no room")
+            return original(layer)
+
+        with pytest.MonkeyPatch.context() as fails:
+            fails.setattr(head_patch, "kind_reason", fail)
+            with pytest.raises(RuntimeError, match="no room"):
+                patch_gpt_model([first, second])
+        for model, found in zip((first, second), before, strict=True):
+            assert patch_of(model) is None
+            assert [list(d) for d in snapshot(model)] == [list(d) for d in found]
+
+
+def test_a_chunk_that_fails_leaves_none_patched(ranks):
+    ranks(1).run(fails_halfway)
+
+
+def chunks_one_by_one() -> None:
+    """A chunk of a virtual pipeline may leave `fused="require"` to the patch of all chunks."""
+    with megatron():
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        model.output_layer.register_forward_hook(lambda *_: None)
+        config = LogprobConfig(fused="require")
+        for stage, later in (None, False), (None, True), (0, False):
+            model.vp_stage = stage
+            with pytest.raises(ValueError, match="fused='require', but"):
+                patch_built(model, config, checked_later=later)
+            assert patch_of(model) is None
+        patch_built(model, config, checked_later=True)
+        with pytest.raises(ValueError, match="fused='require', but"):
+            patch_gpt_model([model], config)
+
+
+def test_a_chunk_s_head_may_be_checked_with_the_others(ranks):
+    ranks(1).run(chunks_one_by_one)
 
 
 def foreign_changes() -> None:
