@@ -366,6 +366,17 @@ def test_hidden_states_may_differ_by_rounding(ranks):
     assert ranks(2).run(first_calls, "linear_token_stats", rounded) == ["", ""]
     nan = {"hidden": [hidden, hidden.masked_fill(hidden == hidden[0, 0], torch.nan)]}
     assert ranks(2).run(first_calls, "linear_token_stats", nan) == ["", ""]
+    large = {"hidden": [100.0 * each for each in rounded["hidden"]]}
+    assert ranks(2).run(first_calls, "linear_token_stats", large) == ["", ""]
+    nothing = {"hidden": [torch.zeros(ROWS, HIDDEN)] * 2}
+    assert ranks(2).run(first_calls, "linear_token_stats", nothing) == ["", ""]
+
+
+def test_hidden_states_that_differ_on_one_rank_raise_on_every_rank(ranks):
+    one, rows = torch.randn(ROWS, HIDDEN), torch.randn(ROWS + 1, HIDDEN)
+    for other in (one + 0.5 * one.flip(0, 1), rows):
+        for found in ranks(2).run(first_calls, "linear_topk", {"hidden": [one, other]}, timeout=20):
+            assert found.startswith("hidden: expected the same hidden states on every rank")
 
 
 def patched_models_with_other_labels() -> list[str]:

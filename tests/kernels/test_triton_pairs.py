@@ -191,6 +191,29 @@ def test_several_programs_write_a_row():
             )
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 33), (3, 2100)])
+@interpreted
+def test_a_gradient_fills_its_columns_and_no_others(rows, width):
+    """Of the last row nothing is asked; the widest rows are written by two programs each."""
+    sides = [make_chunk(make_logits(rows, width, FP32)) for _ in range(2)]
+    home = torch.full((rows, width + 32), 7.0, device=DEVICE)
+    out = home[:, 16:-16]
+    with mock.patch.object(common, "_SPAN", 2048):
+        check_pair(triton_backend, *sides, "forward", out=out, ulps=8.0)
+    assert (home[:, :16] == 7).all()
+    assert (home[:, -16:] == 7).all()
+
+
+@pytest.mark.parametrize("kind", ["forward", "jsd"])
+@interpreted
+def test_masked_columns_of_a_row_with_nan_have_no_gradient(kind):
+    sides = [make_chunk(make_logits(2, 40, FP32), 37) for _ in range(2)]
+    sides[0].logits[0, 3] = torch.nan
+    grad = run_pair(triton_backend, *sides, kind, torch.ones(2, device=DEVICE), sides[0].logits)[2]
+    assert grad[0, :37].isnan().all()
+    assert (grad[:, 37:] == 0).all()
+
+
 @interpreted
 def test_rows_far_apart_that_share_memory_and_none_at_all():
     student, teacher = make_logits(4, 300, FP16), make_logits(4, 300, FP32)
