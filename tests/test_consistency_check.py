@@ -62,7 +62,11 @@ TARGETS = [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]
         ),
         ("logprobs", {"rows": [4, 5]}, ["target: (4,) int64", "(5,) int64", "on rank 1"]),
         ("logprobs", {"rows": [4, 0]}, ["target: (4,) int64", "(0,) int64", "on rank 1"]),
-        ("entropy", {"width": [12, 13]}, ["(4, 12) float32 on rank 0, (4, 13) float32 on rank 1"]),
+        (
+            "entropy",
+            {"width": [12, 13]},
+            ["columns: 12 on rank 0, 13", "(4, 12) float32 on rank 0, (4, 13) float32 on rank 1"],
+        ),
         ("token_stats", {"vocab_size": [None, 20], "temperature": [2, 2]}, ["None on rank 0, 20"]),
         ("topk", {"operation": ["topk", "entropy"]}, ["operation: vocab_parallel_topk on rank 0"]),
         (
@@ -194,6 +198,12 @@ def test_values_of_a_shard_are_not_compared():
         assert consistency._value(name, one) == consistency._value(name, other)
     for name in ("temperature", "per_token_tensors", "teacher_topk_logits"):
         assert consistency._value(name, one) != consistency._value(name, other)
+
+
+def test_tensors_without_values_are_told_by_nothing_else():
+    posted = consistency._Posted(3)
+    posted.add({"target": torch.zeros(2, dtype=torch.int64, device="meta")})
+    assert posted == consistency._Posted(3, options={"target": "a tensor"})
 
 
 def with_another_value() -> str:
