@@ -200,7 +200,7 @@ def test_values_of_a_shard_are_not_compared():
         assert consistency._value(name, one) != consistency._value(name, other)
 
 
-def test_tensors_without_values_are_told_by_nothing_else():
+def test_a_meta_tensor_is_compared_without_its_values():
     posted = consistency._Posted(3)
     posted.add({"target": torch.zeros(2, dtype=torch.int64, device="meta")})
     assert posted == consistency._Posted(3, options={"target": "a tensor"})

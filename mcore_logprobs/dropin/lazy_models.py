@@ -42,7 +42,7 @@ def check_fused(fused: object) -> None:
 
 
 def lazy_models(fused: str) -> Callable[[], None]:
-    """Let models of Megatron's classes give lazy logits, those included that are made later.
+    """Let models of Megatron's classes give lazy logits if they are made while this is on.
 
     Args:
         fused: "auto": whatever reads the logits of a model gets real ones, with a log line;

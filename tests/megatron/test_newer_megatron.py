@@ -26,7 +26,7 @@ OTHERS = (
     *("test_joints", "test_policy_loss", "test_schedule_plan", "test_expert_parallel"),
     *("test_llava", "test_dynamic_cp", "test_autocast", "test_megatron_fsdp"),
     *("test_offloading", "test_outlived", "test_distributed_optimizer", "test_lm_labels"),
-    "test_wrappers",
+    *("test_wrappers", "test_unpatch"),
 )
 
 

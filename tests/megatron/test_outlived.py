@@ -25,7 +25,7 @@ from tests.megatron import test_fsdp, test_lora, test_schedule_plan
 from tests.megatron.common import SEQ, VOCAB, make_batch, megatron, tiny_config
 from tests.megatron.test_hybrid import hybrid_config
 from tests.megatron.test_output_processor import call_as_megatron_does
-from tests.megatron.test_patch import copy_without_groups
+from tests.megatron.test_unpatch import copy_without_groups
 
 # ---- calls --------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from tests.megatron.common import (
     worst,
 )
 from tests.megatron.test_joints import log_lines, same_traces, traces
-from tests.megatron.test_patch import copy_without_groups
 from tests.megatron.test_pipeline import train_step, wrapped_chunks
+from tests.megatron.test_unpatch import copy_without_groups
 
 LOSS = ClippedLoss(clip_low=0.2, clip_high=0.3, kl_coef=0.05)
 OTHER = LogprobConfig(entropy=True, target_rank=True, temperature=0.7, vocab_size=VOCAB - 5)
