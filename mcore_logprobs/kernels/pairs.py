@@ -46,6 +46,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +64,20 @@ TWO_PASS = ("jsd", "skewed_forward", "skewed_reverse", "total_variation")
 KINDS = (*ONE_PASS, *TWO_PASS)
 PAIR_STATS = 6  # rows of the tensor of pair statistics
 
-# The teacher's and the student's weight in the mixture; of a compiled kernel 0-dim tensors.
-Weights = tuple[float | Tensor, float | Tensor]
+
+class Weights(NamedTuple):
+    """Of the mixture.
+
+    Attributes:
+        teacher, student: add up to 1; of a compiled kernel 0-dim tensors.
+        uneven: one is so small that 1 minus the other, rounded, is not it.
+    """
+
+    teacher: float | Tensor
+    student: float | Tensor
+    uneven: bool
+
+
 # `Processing.multiplier` of the student and of the teacher, numbers or `[n]`.
 Multipliers = tuple[float | Tensor, float | Tensor]
 
@@ -92,9 +105,8 @@ class PairSpec:
         return self.kind in TWO_PASS
 
     @property
-    def weights(self) -> tuple[float, float]:
-        """The teacher's and the student's in the mixture."""
-        return self.beta, 1.0 - self.beta
+    def weights(self) -> Weights:
+        return Weights(self.beta, 1.0 - self.beta, not 0.1 <= self.beta <= 0.9)
 
 
 def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
@@ -370,10 +382,20 @@ def _divergence(cross: Tensor, excess: Tensor, own: Tensor, log_ratio: Tensor) -
     return torch.where(growth.abs() < 0.5, near, cross / own + log_ratio).clamp(min=0.0)
 
 
-def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float | Tensor) -> Tensor:
-    """log p - log(beta q + (1 - beta) p), exact where p and q are close."""
+def _log_over_mixture(
+    logp: Tensor, logq: Tensor, own: float | Tensor, other: float | Tensor, uneven: bool
+) -> Tensor:
+    """log p - log M, M = own p + other q.
+
+    Exact where p and q are close: M / p = 1 + other (q / p - 1). Of uneven weights also where that
+    is little more than a small `own`, of which the 1 would leave few digits.
+    """
     gap = (logq - logp).clamp_(min=-_FAR, max=_FAR)
-    return _expm1(gap, out=gap).mul_(beta).log1p_().neg_()
+    small = gap.exp().mul_(other).add_(own) if uneven else None
+    over = _expm1(gap, out=gap).mul_(other).log1p_()
+    if small is not None:
+        over = _where(small < 0.5, small.log(), over, out=over)
+    return over.neg_()
 
 
 def pair_sums(
@@ -420,26 +442,26 @@ def _shares(
     The constant is such that the derivative is 0 where p and q are equal. The gradient has no use
     for the shares, which cost more than all else; they are made before the derivative changes.
     """
-    p, (beta, kept) = logp.exp(), weights
+    p, (beta, kept, uneven) = logp.exp(), weights
     if kind == "total_variation":
         derivative = (p - logq.exp()).sign_().mul_(0.5)
         return p, lambda: derivative * (p - logq.exp()), derivative
     if kind == "skewed_forward":
-        over = _log_over_mixture(logq, logp, kept)
+        over = _log_over_mixture(logq, logp, beta, kept, uneven)
 
         def teacher_share() -> Tensor:
             q = logq.exp()
             return _share(q, over, (p - q).mul_(kept))
 
         return p, teacher_share, _expm1(over).mul_(-kept)
-    over = _log_over_mixture(logp, logq, beta)
+    over = _log_over_mixture(logp, logq, kept, beta, uneven)
     if kind == "skewed_reverse":
         derivative = over - _expm1(over).mul_(kept)
         return p, lambda: _share(p, over, logq.exp().sub_(p).mul_(beta)), derivative
     derivative = over.mul_(kept)
 
     def share() -> Tensor:
-        to_teacher = _log_over_mixture(logq, logp, kept).mul_(logq.exp())
+        to_teacher = _log_over_mixture(logq, logp, beta, kept, uneven).mul_(logq.exp())
         return to_teacher.mul_(beta).addcmul_(p, derivative)
 
     return p, share, derivative

@@ -163,8 +163,8 @@ def kl_div(
     return apply(Divergence(PairSpec(kind, float(beta))), beside(student, teacher), mask)[0]
 
 
-# How near beta may be to 0 and 1. The mixture's smaller share is known to 6e-8 in float32: at 1e-8
-# a divergence would be infinite and its gradient anything.
+# How near beta may be to 0 and 1. Nearer, one side has no weight beside float32's rounding of the
+# other's probabilities, and the limits are kinds of their own.
 _LEAST_SHARE = 1e-5
 
 

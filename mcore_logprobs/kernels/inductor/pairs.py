@@ -25,7 +25,7 @@ from mcore_logprobs.kernels.inductor.common import (
     vector_bits,
     write_gradient,
 )
-from mcore_logprobs.kernels.pairs import PAIR_STATS, PairSpec
+from mcore_logprobs.kernels.pairs import PAIR_STATS, PairSpec, Weights
 
 logger = logging.getLogger("mcore_logprobs")
 
@@ -65,7 +65,8 @@ def pair_sums(
         # of its columns, and is not fused with the sums of blocks.
         of_blocks = softmax.unsqueeze(-1).expand(-1, -1, heads[0].shape[1] // _BLOCK)
         operands = (*multipliers, *_normalizers(of_blocks), *_weights(softmax, spec))
-        sums = torch.stack(call_compiled(_pair_sums_kernel, *heads, *operands, spec.kind)).sum(-1)
+        how = spec.weights.uneven, spec.kind
+        sums = torch.stack(call_compiled(_pair_sums_kernel, *heads, *operands, *how)).sum(-1)
     except NotCompiled:
         return reference.pair_sums(student, teacher, softmax, spec, chunk_size=chunk_size)
     for tail in tails:
@@ -97,9 +98,10 @@ def pair_grad(
             upstream.to(softmax.dtype).contiguous(),
             *_weights(softmax, spec),
         )
+        how = spec.weights.uneven, spec.kind
         try:
             logits, written = student.logits[:, :valid], out[:, :valid]
-            write_gradient(call_compiled, _pair_grad_values, logits, written, *factors, spec.kind)
+            write_gradient(call_compiled, _pair_grad_values, logits, written, *factors, *how)
             out[:, valid:] = 0
             return
         except NotCompiled:
@@ -139,7 +141,7 @@ def _normalizers(softmax: Tensor) -> tuple[Tensor, ...]:
 
 def _weights(softmax: Tensor, spec: PairSpec) -> tuple[Tensor, Tensor]:
     """Those of the mixture: torch.compile would make a kernel for each float."""
-    of_teacher, of_student = spec.weights
+    of_teacher, of_student, _ = spec.weights
     return softmax.new_tensor(of_teacher), softmax.new_tensor(of_student)
 
 
@@ -196,13 +198,14 @@ def _pair_sums_kernel(
     log_t: Tensor,
     teacher_weight: Tensor,
     student_weight: Tensor,
+    uneven: bool,
     kind: str,
 ) -> tuple[Tensor, Tensor]:
     """`pair_sums` of each block, `[n, blocks]`."""
     assert_compiled()
     logp = reference.log_probs(_in_blocks(student), of_student, max_s, log_s)
     logq = reference.log_probs(_in_blocks(teacher), of_teacher, max_t, log_t)
-    weights = teacher_weight, student_weight
+    weights = Weights(teacher_weight, student_weight, uneven)
     return reference.sums_of(lambda: logp, lambda: logq, kind, weights)
 
 
@@ -219,12 +222,13 @@ def _pair_grad_values(
     upstream: Tensor,
     teacher_weight: Tensor,
     student_weight: Tensor,
+    uneven: bool,
     kind: str,
 ) -> Tensor:
     """The gradient of the student's raw logits, `[n, v]`."""
     logp = reference.log_probs(student.float(), of_student, max_s, log_s)
     logq = reference.log_probs(teacher.float(), of_teacher, max_t, log_t)
-    weights = teacher_weight, student_weight
+    weights = Weights(teacher_weight, student_weight, uneven)
     ds = reference.distribution_gradient(logp, logq, inner, kind, weights)
     factor = (upstream * of_student).unsqueeze(1)
     return torch.where((upstream == 0).unsqueeze(1), 0.0, ds * factor)

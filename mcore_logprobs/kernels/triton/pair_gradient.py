@@ -54,8 +54,8 @@ _TILE = dict.fromkeys(ONE_PASS, 2048) | dict.fromkeys(TWO_PASS, 1024)
 
 @triton.jit
 def _write_tile(
-    student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor, beta,
-    out_row_ptr, start, valid, width,
+    student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor,
+    mixture, out_row_ptr, start, valid, width,
     MASKED: tl.constexpr,
     TILE: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
@@ -77,7 +77,7 @@ def _write_tile(
         if KIND == REVERSE:
             p, derivative = exp(logp), logp - logq
         else:
-            p, _, derivative = shares(logp, logq, beta, KIND)
+            p, _, derivative = shares(logp, logq, mixture, KIND)
         ds = p * (derivative - inner)  # inner is NaN where either side is
     grad = ds * factor
     if STUDENT_SOFTCAP:
@@ -116,6 +116,7 @@ def pair_grad_kernel(
     splits,
     slope,
     beta,
+    kept,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     TAIL: tl.constexpr,
@@ -139,25 +140,26 @@ def pair_grad_kernel(
         )  # fmt: skip
         softmax = load_softmax(softmax_ptr, softmax_stride, row)
         inner = tl.load(inner_ptr + row)
+        mixture = beta, kept
         factor = upstream * over_temperature(slope, row, student_temperature_ptr)
         end = whole_units(start, tl.minimum(stop, valid))
         whole = start + (end - start) // TILE * TILE
         for at in range(start, whole, TILE):
             _write_tile(
-                student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor, beta,
-                out_row_ptr, at, valid, width,
+                student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor,
+                mixture, out_row_ptr, at, valid, width,
                 False, TILE, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
             )  # fmt: skip
         for at in range(whole, end, TAIL):
             _write_tile(
-                student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor, beta,
-                out_row_ptr, at, end, end,
+                student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor,
+                mixture, out_row_ptr, at, end, end,
                 True, TAIL, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
             )  # fmt: skip
         if end < stop:
             _write_tile(
-                student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor, beta,
-                out_row_ptr, end, valid, stop,
+                student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor,
+                mixture, out_row_ptr, end, valid, stop,
                 True, UNIT, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
             )  # fmt: skip
             write_zeros(out_row_ptr, end + UNIT, stop, TAIL)
@@ -194,7 +196,7 @@ def _run(*given: object) -> None:
             pair_grad_kernel, rows * splits,
             *sides_arguments(student, teacher), softmax, with_unit_stride(inner), upstream, written,
             student.valid, width, softmax.stride(0), upstream.stride(0),
-            written.stride(0), splits, raw_slope(student), beta,
+            written.stride(0), splits, raw_slope(student), beta, 1.0 - beta,
             KIND=KINDS.index(kind), **shape, **sides_constants(student, teacher),
         )  # fmt: skip
 

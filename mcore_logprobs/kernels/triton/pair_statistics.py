@@ -255,12 +255,12 @@ def pair_stats_kernel(
 
 @triton.jit
 def _take_in_shares(
-    value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND: tl.constexpr
+    value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, mixture, KIND: tl.constexpr
 ):  # fmt: skip
     """Both sums `[groups]` and one tile more."""
     logp = log_probs(s, student, max_s, log_s)
     logq = log_probs(t, teacher, max_t, log_t)
-    p, share, derivative = shares(logp, logq, beta, KIND)
+    p, share, derivative = shares(logp, logq, mixture, KIND)
     return value + tl.sum(share, 1), inner + tl.sum(p * derivative, 1)
 
 
@@ -283,6 +283,7 @@ def pair_sums_kernel(
     split_columns,
     splits,
     beta,
+    kept,
     LANES: tl.constexpr,
     GROUPS: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
@@ -298,6 +299,7 @@ def pair_sums_kernel(
         teacher_scale, teacher_softcap, teacher_multiplier,
     )  # fmt: skip
     max_s, log_s, max_t, log_t = load_softmax(softmax_ptr, softmax_stride, row)
+    mixture = beta, kept
 
     TILE: tl.constexpr = LANES * GROUPS
     offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -309,20 +311,20 @@ def pair_sums_kernel(
         s, _ = load_side(student, student_bias_ptr, at + offsets, valid, False, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER_SOFTCAP)
         value, inner = _take_in_shares(
-            value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND
+            value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, mixture, KIND
         )  # fmt: skip
     if whole < end:
         s, _ = load_side(student, student_bias_ptr, whole + offsets, end, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, end, True, TEACHER_SOFTCAP)
         value, inner = _take_in_shares(
-            value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND
+            value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, mixture, KIND
         )  # fmt: skip
     if end < stop:  # under UNIT columns, one per group
         rest = end + tl.arange(0, GROUPS)[:, None]
         s, _ = load_side(student, student_bias_ptr, rest, stop, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, rest, stop, True, TEACHER_SOFTCAP)
         value, inner = _take_in_shares(
-            value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND
+            value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, mixture, KIND
         )  # fmt: skip
 
     # Of a row that holds one, else 0; a sum of maxima might overflow.
@@ -404,7 +406,7 @@ def launch_pair_sums(
             pair_sums_kernel, rows * plan.splits,
             *sides_arguments(student, teacher), softmax, out,
             rows, student.valid, softmax.stride(0), plan.columns, plan.splits,
-            float(spec.beta),
+            spec.beta, 1.0 - spec.beta,
             LANES=plan.lanes, GROUPS=plan.groups, KIND=KINDS.index(spec.kind),
             **sides_constants(student, teacher),
         )  # fmt: skip

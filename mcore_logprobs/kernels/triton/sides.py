@@ -127,10 +127,13 @@ def _expm1(x):
 
 
 @triton.jit
-def _log1p(x):
-    """log(1 + x) of x in (-1, 0]; libdevice's logarithm would branch for every column."""
+def _log1p(x, total):
+    """log(1 + x) of x in (-1, 0], and of 1 + x as the caller has it, with all its digits.
+
+    libdevice's logarithm would branch for every column.
+    """
     # 1 + x = 2^n m with m in [1/sqrt(2), sqrt(2)); n stands where a float has its exponent.
-    bits = (1.0 + x).to(tl.int32, bitcast=True)
+    bits = total.to(tl.int32, bitcast=True)
     power = (bits - 0x3F3504F3) & -0x800000
     m = (bits - power).to(tl.float32, bitcast=True)
     rest = tl.where(power == 0, x, m - 1.0)  # x itself keeps the digits that 1 + x rounds off
@@ -141,38 +144,45 @@ def _log1p(x):
 
 
 @triton.jit
-def over_mixture(logp, logq, beta):
-    """(log p - log M, log q - log M) of M = beta q + (1 - beta) p; exact where p and q are close.
+def over_mixture(logp, logq, mixture):
+    """(log p - log M, log q - log M) of the mixture M; exact where p and q are close, and where
+    the larger of them has a small weight.
 
-    The larger of p and q, of weight 1 - w in M, is M / (1 + w (smaller / larger - 1)).
+    The larger, of weight 1 - w in M, is M / (1 + w (smaller / larger - 1)).
     """
+    beta, kept = mixture
     gap = logq - logp
     far = tl.abs(gap)
-    weight = tl.where(gap > 0.0, 1.0 - beta, beta)
-    larger = -_log1p(weight * _expm1(-far))
+    weight = tl.where(gap > 0.0, kept, beta)
+    rest = tl.where(gap > 0.0, beta, kept)
+    larger = -_log1p(weight * _expm1(-far), weight * exp(-far) + rest)
     smaller = larger - far
     return tl.where(gap > 0.0, smaller, larger), tl.where(gap > 0.0, larger, smaller)
 
 
 @triton.jit
-def shares(logp, logq, beta, KIND: tl.constexpr):
-    """(p, a column's share of a divergence of two passes, its derivative by p up to a constant)."""
+def shares(logp, logq, mixture, KIND: tl.constexpr):
+    """(p, a column's share of a divergence of two passes, its derivative by p up to a constant).
+
+    mixture: the weights of q and p in M, both exact: 1 minus the larger, rounded, is not the other.
+    """
+    beta, kept = mixture
     p, q = exp(logp), exp(logq)
     if KIND == TOTAL_VARIATION:
         gap = p - q
         share = tl.abs(gap) * 0.5
         derivative = tl.where(gap > 0.0, 0.5, tl.where(gap < 0.0, -0.5, 0.0))
     else:
-        p_over, q_over = over_mixture(logp, logq, beta)
+        p_over, q_over = over_mixture(logp, logq, mixture)
         if KIND == JSD:
-            derivative = (1.0 - beta) * p_over
+            derivative = kept * p_over
             share = beta * q * q_over + p * derivative
         elif KIND == SKEWED_FORWARD:
-            share = exp_excess(-q_over, q, q * q_over + (1.0 - beta) * (p - q))
-            derivative = (beta - 1.0) * _expm1(q_over)
+            share = exp_excess(-q_over, q, q * q_over + kept * (p - q))
+            derivative = -kept * _expm1(q_over)
         else:
             share = exp_excess(-p_over, p, p * p_over + beta * (q - p))
-            derivative = p_over + (beta - 1.0) * _expm1(p_over)
+            derivative = p_over - kept * _expm1(p_over)
     return p, share, derivative
 
 
