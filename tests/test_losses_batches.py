@@ -84,6 +84,25 @@ def test_binary_rejection_takes_the_larger_divergence_of_both_ways():
 
 
 @pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
+@pytest.mark.parametrize("certain", ["trainer", "rollout", "both"])
+def test_a_token_whose_probability_rounds_to_one_drops_no_sequence(level, certain):
+    """Logits of 24.5 against 20 above 999 others: 7e-6 apart, and one side is 0.0 in float32."""
+    sure, nearly = (torch.tensor([gap, *[0.0] * 999]).log_softmax(0)[0] for gap in (24.5, 20.0))
+    assert sure == 0.0
+    assert nearly < 0.0
+    train, rollout = torch.full((2, 1, 20), -0.5)
+    train[0, 7] = sure if certain != "rollout" else nearly
+    rollout[0, 7] = sure if certain != "trainer" else nearly
+    mask = torch.ones(1, 20)
+    found = losses.rejection_mask(train, rollout, mask, high=2e-5, level=level, estimator="binary")
+    assert torch.equal(found, mask)
+    leaf = train.clone().requires_grad_()
+    loss = losses.DPPOLoss(divergence="kl", low=2e-5, high=2e-5)
+    loss(leaf, None, rollout, torch.where(train > rollout, 1.0, -1.0)).sum().backward()
+    assert (leaf.grad != 0.0).all()
+
+
+@pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
 def test_rejection_of_sequences_without_tokens(level: str) -> None:
     for shape in ((3, 0), (0, 4)):
         found = losses.rejection_mask(*[torch.zeros(shape)] * 3, high=1.0, level=level)
