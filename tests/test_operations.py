@@ -11,6 +11,8 @@ import inspect
 import itertools
 import os
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -34,15 +36,40 @@ def passes(some: list[cases.Case]) -> None:
 
 # By day, of the functions that give one statistic, one: the table's token_stats has all of them.
 ONE_STATISTIC = ("entropy", "target_rank")
+BY_DAY = [call for call in CALLS if call[0] not in ONE_STATISTIC]
 
 
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        pytest.param(*call, marks=pytest.mark.night if call[0] in ONE_STATISTIC else ())
-        for call in CALLS
-    ],
-)
+@pytest.mark.parametrize(("name", "source"), BY_DAY)
+def test_every_pair_with_an_option_of_its_own(name: str, source: str) -> None:
+    passes(cases.fewer_cases_of(OPERATIONS[name], source))
+
+
+Pair = tuple[tuple[str, Any], ...]
+
+
+def pairs_of(some: list[cases.Case]) -> set[Pair]:
+    """(name, value) twice, each pair once however many cases have it."""
+    return {
+        pair for case in some for pair in itertools.combinations(sorted(case.setting.items()), 2)
+    }
+
+
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+def test_every_pair_of_settings_is_tried_by_day(source: str) -> None:
+    """Of the settings that operations share: with two operations, or with all that have it."""
+    by_day, possible = Counter[Pair](), Counter[Pair]()
+    for name in (name for name, other in BY_DAY if other == source):
+        op = OPERATIONS[name]
+        by_day.update(pairs_of(cases.fewer_cases_of(op, source)))
+        own = (op.axes | op.options).keys()
+        every_pair = pairs_of(cases.cases_of(op, source))
+        possible.update(pair for pair in every_pair if own.isdisjoint(dict(pair)))
+    assert len(possible) > 1000
+    assert [pair for pair, count in possible.items() if by_day[pair] < min(2, count)] == []
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(("name", "source"), CALLS)
 def test_every_pair_of_settings(name: str, source: str) -> None:
     passes(cases.cases_of(OPERATIONS[name], source))
 

@@ -104,7 +104,10 @@ KEYWORDS += ("gradient_accumulation_fusion", "saved_bytes", "ignore_index")
 # matter, so one operation of each kind that they know.
 MEMORY = ("layout", "hooks", "checkpoint")
 OF_MEMORY = ("token_stats", "topk", "gather", "sampling_logprobs", "kl_div")
-SEVERAL_RANKS = (  # so are these
+# How many ranks, which dtype and how a call is cut meet what an operation does with a block; the
+# rest of AXES is the driver's and the sources' matter, which all operations share.
+MEETS_EVERY_OPERATION = ("tp", "dtype", "budgets")
+SEVERAL_RANKS = (  # covered in threes too
     ("budgets", "tp", "vocab"),
     ("tp", "vocab_size", "chunk_size"),
     ("tp", "sequence_parallel", "rows"),
@@ -238,6 +241,19 @@ class Case:
 def cases_of(op: Subject, source: str) -> list[Case]:
     """Every pair of settings, and every three of those about memory and several ranks."""
     return [Case(op.name, row) for row in _covering_rows(op.name, source)]
+
+
+def fewer_cases_of(op: Subject, source: str) -> list[Case]:
+    """Every pair with one of the operation's own options, or of `MEETS_EVERY_OPERATION`.
+
+    Pairs of the other settings are in the cases of all operations together.
+    """
+    axes = axes_of(op, source)
+    own = (op.axes | op.options).keys() | set(MEETS_EVERY_OPERATION)
+    rows = covering(
+        axes, lambda s: allowed(op, {"source": source} | s), cheap=("tp",), of=own & axes.keys()
+    )
+    return [Case(op.name, row) for row in rows]
 
 
 @functools.cache

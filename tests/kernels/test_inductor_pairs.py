@@ -106,8 +106,6 @@ def by_day(kind: str, dtypes: tuple[torch.dtype, torch.dtype], *others: Any) -> 
     "setting",
     [
         by_day("forward", (FP32, BF16), "holes", VALID, "rows", "rows", "wide", "", "in place"),
-        by_day("reverse", (BF16, BF16), "high", 2 * BLOCK, "scale", "rows", "", "", "fresh"),
-        by_day("cross_entropy", (BF16, BF16), "normal", WIDTH, "rows", "scale", "", "", "wide"),
         by_day("skewed_forward", (FP32, FP32), "low", VALID, "scale", "scale", "", "", "fresh"),
     ],
     ids=setting_id,
