@@ -4,10 +4,10 @@
 
 The steps of a row divide the span of its logits, or the RANGE below its largest where they span
 more, into LEVELS: z is off by at most min(span, RANGE) / (2 LEVELS), which is at most 2^-11, and so
-is each probability, relatively. bfloat16 probabilities are off by up to 2^-9; in these codes rows
-whose logits are close keep their differences too. A logit below the range stays there, at a
-probability of e^-64; -inf has a code of its own. A row with NaN or +inf has no meaningful code: its
-gradient is NaN whatever its logits are.
+is each probability, relatively; both by a rounding of y more, which is as much for |z| near 8,000.
+bfloat16 probabilities are off by up to 2^-9; in these codes rows whose logits are close keep their
+differences too. A logit below the range stays there, at a probability of e^-64; -inf has a code of
+its own. A row with NaN or +inf has no meaningful code: its gradient is NaN whatever its logits are.
 """
 
 from __future__ import annotations

@@ -248,7 +248,8 @@ def linear_token_stats(
       kept as they are. The gradients are the same as without saved_bytes.
     - float32 logits of bfloat16 or float16 operands are kept in 16 bits per logit, and 8 bytes per
       row. A probability in the gradient is then off by at most 2^-11 of itself (rounding dLogits to
-      bfloat16: 2^-9). With a softcap, a bias (logit_bias and disallowed_ids are one),
+      bfloat16: 2^-9), and by float32's rounding of the logit, which is as much for |logit| /
+      temperature near 8,000. With a softcap, a bias (logit_bias and disallowed_ids are one),
       invariant_segments, candidate_ids or topk they are computed again.
 
     Other operations keep only the first kind, because their gradients need exact logits:
