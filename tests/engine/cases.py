@@ -248,21 +248,22 @@ def fewer_cases_of(op: Subject, source: str) -> list[Case]:
 
     Pairs of the other settings are in the cases of all operations together.
     """
-    axes = axes_of(op, source)
-    own = (op.axes | op.options).keys() | set(MEETS_EVERY_OPERATION)
-    rows = covering(
-        axes, lambda s: allowed(op, {"source": source} | s), cheap=("tp",), of=own & axes.keys()
-    )
-    return [Case(op.name, row) for row in rows]
+    return [Case(op.name, row) for row in _covering_rows(op.name, source, fewer=True)]
 
 
 @functools.cache
-def _covering_rows(name: str, source: str) -> list[Setting]:
+def _covering_rows(name: str, source: str, fewer: bool = False) -> list[Setting]:
     op = OPERATIONS[name]
     axes = axes_of(op, source)
-    together = [MEMORY] if name in OF_MEMORY and source == "logits" else []
-    together += [group for group in SEVERAL_RANKS if axes.keys() >= set(group)]
-    return covering(axes, lambda s: allowed(op, {"source": source} | s), together, cheap=("tp",))
+    together, involving = [], None
+    if fewer:
+        involving = {*op.axes, *op.options, *MEETS_EVERY_OPERATION}
+    else:
+        together += [MEMORY] if name in OF_MEMORY and source == "logits" else []
+        together += [group for group in SEVERAL_RANKS if axes.keys() >= set(group)]
+    return covering(
+        axes, lambda s: allowed(op, {"source": source} | s), together, ("tp",), involving
+    )
 
 
 def random_cases(op: Subject, source: str, rng: random.Random, **fixed: Any) -> Iterator[Case]:

@@ -15,7 +15,7 @@ def covering(
     fits: Callable[[dict[str, Any]], bool],
     together: Iterable[tuple[str, ...]] = (),
     cheap: Iterable[str] = (),
-    of: Collection[str] | None = None,
+    involving: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Settings, one value of every axis each, found greedily.
 
@@ -24,11 +24,12 @@ def covering(
         fits: whether some values go together; given a whole setting or a part of one.
         together: axes all of whose combinations are wanted, in addition to every pair of values.
         cheap: axes whose first value is taken where another one holds no more that is new.
-        of: only the pairs with one of these axes are wanted; None: all.
+        involving: only the pairs with one of these axes are wanted; None: all.
     """
     rng = random.Random(0)
-    pairs = itertools.combinations(axes, 2)
-    groups = [*(pair for pair in pairs if of is None or not set(of).isdisjoint(pair)), *together]
+    wanted_axes = set(axes if involving is None else involving)
+    pairs = (pair for pair in itertools.combinations(axes, 2) if not wanted_axes.isdisjoint(pair))
+    groups = [*pairs, *together]
     wanted = dict.fromkeys(
         frozenset(zip(group, values, strict=True))
         for group in groups

@@ -274,8 +274,7 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # What this process has imported anyway the ranks are going to need: import it once for all.
     heavy = ("tests.gpu.simulated", "torch", "torch.distributed", "numpy", "pytest")
-    heavy += ("tests.conftest",)
-    heavy += ("megatron.core", "transformers.models.llama.modeling_llama")
+    heavy += ("tests.conftest", "megatron.core", "transformers.models.llama.modeling_llama")
     heavy += ("transformers.generation.utils",)
     context.set_forkserver_preload([*(name for name in heavy if name in sys.modules), *preloaded])
     return context
