@@ -22,7 +22,7 @@ from mcore_logprobs.bench.runner import Contender, Measurement, Workload, measur
 
 TINY = ["--rows", "8", "--vocab", "512", "--hidden", "16", "--rounds", "2", "--warmup", "1"]
 TINY.append("--busy-ok")  # nothing is compared here
-BY_NIGHT = ("invariant", "linear_ops")  # seven seconds each
+BY_NIGHT = ("invariant", "keep", "linear_ops", "policy")  # they compile much
 
 
 @pytest.mark.parametrize(

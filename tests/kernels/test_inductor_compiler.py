@@ -19,7 +19,7 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets, inductor, reference
-from mcore_logprobs.kernels.chunk import prefer_huge_pages
+from mcore_logprobs.kernels.chunk import Chunk, prefer_huge_pages
 from mcore_logprobs.kernels.inductor import common, statistics
 from mcore_logprobs.kernels.stats import GradientTerms
 from tests.helpers.memory import TensorsMade
@@ -35,6 +35,7 @@ from tests.kernels.compiled import (
     make_terms,
     thresholds,
 )
+from tests.kernels.two_sides import run_pair
 
 pytestmark = pytest.mark.usefixtures("must_compile")
 
@@ -169,6 +170,24 @@ def test_defaults_for_new_tensors_change_nothing(monkeypatch):
         for one, other in zip(got, want, strict=True):
             assert one.device.type == "cpu"
             assert torch.equal(one, other)
+
+
+def test_numbers_of_the_formulas_are_constants_to_the_compiler(compile_anew):
+    """A number that is a symbol has every kernel traced twice."""
+    numbers: list[Any] = []
+
+    def as_it_is(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        numbers.extend(x for x in inputs if getattr(x, "dtype", None) is torch.float64)
+        return graph.forward
+
+    compile_anew(lambda f: torch.compile(f, backend=as_it_is, dynamic=True, fullgraph=True))
+    logits, target = make_rows(torch.float32, strided=False)
+    inductor.stats(chunk_of(logits), target, FULL, threshold=torch.zeros(ROWS), chunk_size=4)
+    both, ones = [Chunk(torch.randn(3, WIDTH), WIDTH) for _ in range(2)], torch.ones(3)
+    for kind in ("forward", "jsd"):
+        run_pair(inductor, *both, kind, ones, torch.empty(3, WIDTH))
+    assert len(common._kernels) == 2 + 2 + 3
+    assert not numbers
 
 
 def test_where_torch_compiles_nothing_the_reference_takes_over():

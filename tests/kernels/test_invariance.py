@@ -177,7 +177,7 @@ class Compiled:
     ("dtype", "valid", "spec"),
     [
         (torch.float32, COLUMNS - 300, replace(EVERYTHING, smoothing=False)),
-        (torch.bfloat16, COLUMNS, StatsSpec()),
+        pytest.param(torch.bfloat16, COLUMNS, StatsSpec(), marks=pytest.mark.night),
     ],
     ids=["float32", "bfloat16"],
 )

@@ -1,7 +1,7 @@
 """What compiled kernels share: which chunks have one, and how and when one is compiled.
 
 A kernel is a plain function of tensors and flags whose first line is `assert_compiled`. Sizes stay
-symbolic, so that one compilation (about a second; a few in the first one of a process) serves every
+symbolic, so that one compilation (seconds; more in the first one of a process) serves every
 number of rows and columns, and inductor's cache on disk gives later processes most of it back.
 """
 
@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -115,7 +116,7 @@ def _call(
             with torch._C.DisableTorchFunction():
                 return kernel(*args)
         # torch's compiler configuration is not all thread-safe
-        with _lock, torch._C.DisableTorchFunction():
+        with _lock, torch._C.DisableTorchFunction(), _floats_as_constants():
             result = _kernels.setdefault(key, _compile(function))(*args)
             _warm.add(state)
             return result
@@ -129,6 +130,14 @@ def _call(
             _kernels.pop(key, None)
             _warm.difference_update([other for other in _warm if other[0] == key])
         return _call(key, function, args)
+
+
+def _floats_as_constants() -> AbstractContextManager[object]:
+    """As a symbol, torch's choice, a module's float makes it trace a kernel twice (2.13)."""
+    # Here, not at the top: a second of imports that only compilation needs.
+    from torch._dynamo import config
+
+    return config.patch(specialize_float=True)
 
 
 def _no_room() -> tuple[type[Exception], ...]:
