@@ -294,14 +294,14 @@ class GroupContext(FunctionCtx):
 def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """For an autograd.Function's backward whose result depends on what the forward saved.
 
-    torch's own looks at the upstream gradient alone: under create_graph=True it gives out gradients
+    torch's own reads only the upstream gradient: under create_graph=True it gives out gradients
     without a graph where that is a constant, so that a penalty on them would train nothing, in
     silence. Here such gradients raise a RuntimeError once they are differentiated.
 
     Args:
         backward: called as `backward(ctx, saved tensors, *grads)`. Those are unpacked once, as
-            hooks may bring them from far away. With `ctx.linear` set the result depends on grads
-            alone, up to constants: torch's own rule holds.
+            hooks may bring them from far away. With `ctx.linear` set the result depends only
+            on grads, up to constants: torch's own rule holds.
     """
 
     @functools.wraps(backward)

@@ -10,7 +10,7 @@ rounding.
 No collective is made. The first call waits for the device; later calls look in a set. In a CUDA
 graph's capture no values are compared, in what `torch.compile` traces nothing is.
 
-A rank that makes a first call alone finds no answer and raises. A rank that raises within an
+If only one rank makes a first call, it finds no answer and raises. A rank that raises within an
 operation leaves the reason in the store; the others wait for it in a collective, and raise with
 that reason once its process has ended.
 
@@ -18,7 +18,8 @@ Over a CP or data-parallel group (`comparing(..., group)`) two things differ. It
 by minutes, so one that finds no answer goes on into the collective. And a rank that refuses its
 arguments posts that, if the others are about to compare: a first call that one rank refuses raises
 on all of them. If it refuses a later call the others are in its collective, and would take the
-rank's next call for it. So that one is compared as a first call is, and raises if it is alone.
+rank's next call for it. So that one is compared as a first call is, and
+raises if it is the only one.
 
 `MCORE_LOGPROBS_CHECK=0` compares widths only. `MCORE_LOGPROBS_CHECK=1` compares every argument in
 every call: shapes, dtypes, options, values, and what requires a gradient. It makes one all-gather
@@ -269,7 +270,7 @@ def _some_values(x: Tensor) -> list[float]:
 
 
 def _posted_by_all(own_post: _Posted, group: ProcessGroup, patience: float) -> list[_Posted]:
-    """What each rank has posted, in the group's order; without a store this rank's alone.
+    """What each rank has posted, in the group's order; without a store only this rank's.
 
     The number in the keys counts the times that this rank has agreed, differed or refused on the
     group: it is the same on every rank, and lives in the store, as a group object may be made
@@ -388,7 +389,7 @@ def _compare_arguments(
     described: dict[str, str], name: str, group: ProcessGroup, device: torch.device
 ) -> None:
     message = json.dumps(described).encode()
-    if len(message) > _MESSAGE_BYTES:  # no rank may raise alone
+    if len(message) > _MESSAGE_BYTES:  # no rank may raise by itself
         described = {"operation": described["operation"], "all arguments": f"hash {_hash(message)}"}
         message = json.dumps(described).encode()
     sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
@@ -432,7 +433,7 @@ def _value(name: str, value: object) -> str:
     if isinstance(value, ProcessGroup):
         return ""
     if isinstance(value, Tensor):
-        # Where one rank alone wants a gradient, the others are not in its backward's collectives.
+        # If only one rank wants a gradient, the others are not in its backward's collectives.
         learns = (
             " that requires a gradient" if value.requires_grad and torch.is_grad_enabled() else ""
         )

@@ -141,7 +141,7 @@ class ParallelGroups:
 
         A dimension that the mesh lacks is None here, of one process. To a function `tp_group=None`
         means Megatron's group, and on several ranks without one it raises: for a vocabulary that is
-        not sharded pass a group of this rank alone.
+        not sharded pass a group of only this rank.
 
         Raises:
             ValueError: the mesh has no named dimensions, or neither of the two.

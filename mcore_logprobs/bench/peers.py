@@ -44,7 +44,7 @@ def _torch_cross_entropy(target: Tensor) -> Peers:
 
 
 def compiled(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.compile of a plain formula, which knows of one rank alone."""
+    """torch.compile of a plain formula, which knows only one rank."""
     function = torch.compile(plain, dynamic=False)
 
     def run(*inputs: Tensor) -> Tensor:

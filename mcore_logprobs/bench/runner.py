@@ -60,7 +60,7 @@ class Workload:
         shape: what identifies the point, such as {"rows": 1024, "vocab": 131072, "dtype": "bf16"}.
         absent: peers that could not be had, with the reason.
         curve: contenders whose names begin so lie on a curve of time against memory, and the others
-            are points beside it; "": time and memory have pictures of their own.
+            are points next to it; "": time and memory have pictures of their own.
     """
 
     title: str

@@ -9,7 +9,7 @@ another, sequence by sequence.
 "contiguous_buffer": the packed buffer is cut as if it were one sequence, into CP chunks, rank r
 holding chunk r, wherever sequences begin and end: the layout of attention that gathers keys and
 values over CP (DeepSeek's sparse attention; slime's and verl's all-gather CP). Sequences may have
-any length; cu_seqlens matters for the next token alone. Where nothing is packed it is "contiguous".
+any length; cu_seqlens matters only for the next token. Where nothing is packed it is "contiguous".
 
 Three numberings of tokens meet here, all int64:
     global: position in the whole (packed) sequence, 0 to length-1;

@@ -110,7 +110,7 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 
 def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy process groups of this rank; those already destroyed are left alone.
+    """Destroy process groups of this rank; those already destroyed are left as they are.
 
     A gloo group's threads wake a hundred times a second as long as it lives: ranks that collect
     hundreds of groups spend their cores on that.

@@ -249,7 +249,7 @@ def _world(job: Job, rank: int) -> Iterator[object]:
 def _cases(job: Job, rank: int, group: object) -> Iterator[dict[str, object]]:
     """Rows of every layout and spread, up to the first failure that is no refusal.
 
-    After each case every rank learns how it ended on the others. Once one has failed alone, their
+    After each case every rank learns how it ended on the others. If only one has failed, their
     collectives no longer match, so all of them stop.
     """
     fn, kind = find(job.spec), KINDS[job.kind]

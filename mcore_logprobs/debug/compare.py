@@ -135,7 +135,7 @@ def compare_logprobs(
             seq_dim, ending at S.
         group: data-parallel group whose ranks hold different sequences; every rank gets the
             statistics of all of them, exactly (all-gathers of the values that count; under NCCL
-            set the process's device before). None: this rank's alone. Where context-parallel
+            set the process's device before). None: only this rank's. Where context-parallel
             ranks share a sequence, `context_parallel_gather` the inputs first.
 
     Raises:

@@ -195,7 +195,7 @@ def _local_stats(source: Source, column: Tensor, spec: StatsSpec) -> Tensor:
 
 
 class _Segments(HiddenGradient):
-    """Keeps a rank's parts of dHidden, `[rows, h]` a segment, in place of sending them."""
+    """Keeps a rank's parts of dHidden, `[rows, h]` per segment, instead of sending them."""
 
     parts: list[Tensor]
 

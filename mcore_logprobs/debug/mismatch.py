@@ -96,7 +96,7 @@ def explain_mismatch(
 
     Without logits and hidden states only values that stand one position off can be found, and the
     cause is named as the trainer's though it may be the engine's. The notes say so, and which
-    settings were not looked at.
+    settings were not checked.
 
     Shape:
         train_logprobs, rollout_logprobs, target, mask: `[b, s]`, or `[s]` for one sequence.
@@ -328,7 +328,7 @@ def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
 def _without_logits(
     batch: Batch, threshold: float, arguments: Mapping[str, object]
 ) -> MismatchExplanation:
-    """From the two reports alone: whether one stands a position off.
+    """From only the two reports: whether one stands a position off.
 
     Args:
         arguments: those of `explain_mismatch`; what asks for logits is told, or refused.

@@ -209,7 +209,7 @@ def part_of(name: str, size: Tensor, threshold: float) -> MismatchCause:
 
 # ---- picture -----------------------------------------------------------------------------------
 
-# As many as there can be causes: one a setting, and the rounding of the other side's head.
+# As many as there can be causes: one per setting, and the rounding of the other side's head.
 _COLORS = (
     *("#2563eb", "#d97706", "#059669", "#7c3aed", "#0891b2"),
     *("#be185d", "#65a30d", "#b45309", "#4338ca"),

@@ -25,7 +25,7 @@ IGNORED = -100  # a target that asks for nothing
 
 
 class _OneProcess:
-    """Stands for a group of this process alone, where a NeMo-RL function means that by None.
+    """Stands for a group of only this process, for NeMo-RL functions that mean it by None.
 
     Our own None means Megatron's group, which is not the same; and a real group of one rank would
     have to be made by every rank.
@@ -42,14 +42,14 @@ ONE_PROCESS: Any = _OneProcess()
 
 
 def or_one_process(group: ProcessGroup | None) -> ProcessGroup:
-    """The group; this process alone for None."""
+    """The group; only this process for None."""
     return ONE_PROCESS if group is None else group
 
 
 def or_every_rank(group: ProcessGroup | None) -> ProcessGroup:
     """The group; every rank for None, as where a framework hands it to `torch.distributed`.
 
-    This process alone where `torch.distributed` is not initialized.
+    Only this process if `torch.distributed` is not initialized.
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD

@@ -134,7 +134,7 @@ def _refuse_batch_invariance() -> None:
 
 
 def _cp_group(model: Any) -> Any:
-    """The model's or Megatron's; this process alone where there is no other, as upstream's."""
+    """The model's or Megatron's; only this process if there is neither, as upstream does."""
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return or_one_process(ours.ParallelGroups.from_model(model).cp)

@@ -204,7 +204,7 @@ def get_next_token_logprobs_from_logits(
     sampling_params: object | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Log-probabilities `[b, s - 1]` from sharded, DTensor or whole logits, whichever came.
+    """Log-probabilities `[b, s - 1]` from sharded, DTensor or whole logits.
 
     With vocab_parallel_group: logits `[b, s/CP, V/TP]`; a DTensor brings its groups; anything else
     is the whole vocabulary. The logits are not copied to float32. input_ids are unshifted;

@@ -7,7 +7,7 @@ Differences that a user can see, all on purpose: results are float32 whatever th
 parallelism and packing work on the fused path; a range or rank that is not this process's raises;
 so does, on a CPU, a target outside the vocabulary that is not -100.
 
-None as a group means what it means there: this process alone where the group may be left out, every
+None as a group means what it means there: only this process if the group may be left out, every
 rank where it is required (it goes to `torch.distributed`). Here are the autograd functions, called
 as `NAME.apply(...)`, what concerns ranks, and distillation; from targets to log-probabilities of
 whole sequences is `nemo_logprobs`, and from hidden states `nemo_fusion`.
@@ -306,7 +306,7 @@ group_all_reduce_sum_with_grad = _AllReduceSum.apply
 
 @torch.no_grad()
 def group_all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over ranks, without a gradient; None is this process alone."""
+    """The sum over ranks, without a gradient; None: only this process."""
     return all_reduce_sum(x.detach(), or_one_process(group))
 
 

@@ -39,7 +39,7 @@ SETTINGS = {
 def logprob_config(*nodes: object, **fields: Any) -> LogprobConfig:
     """Reads the names of `SETTINGS` from configuration nodes: the first node that has one decides.
 
-    Without any temperature, which frameworks may have beside the sampler's settings alone, it is
+    Frameworks may have a temperature only among the sampler's settings. If there is none, it is
     1.0, and a log line says so.
 
     Args:

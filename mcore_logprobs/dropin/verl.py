@@ -67,7 +67,7 @@ def vocab_parallel_entropy_with_chunking(
 ) -> Tensor:
     """`vocab_parallel_entropy`, chunk_size tokens at a time.
 
-    verl's takes three dimensions alone; this one takes `[n, V/TP]` too.
+    verl's takes only three dimensions; this one takes `[n, V/TP]` too.
     """
     return ours.vocab_parallel_entropy(vocab_parallel_logits, chunk_size=chunk_size)
 

@@ -220,7 +220,7 @@ def select(
     Args:
         logits: all of them, or an empty tensor of their device and dtype.
         numel: how many exist at a time at most; None: as many as the tensor has.
-        invariant: a row's bits must depend on its own numbers alone, so that size and layout may
+        invariant: a row's bits must depend only on its own numbers, so that size and layout may
             not decide: "auto" goes by device and dtype.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The columns of a row are taken in groups of neighbors. Its k largest lie in the k groups with the
 largest maxima: of one that lay elsewhere, the maxima of k groups would come before it. So what is
-sorted is v/g maxima and the k*g columns of those groups, in place of v columns, and the maxima are
+sorted is v/g maxima and the k*g columns of those groups, instead of v columns, and the maxima are
 read without a copy.
 """
 

@@ -210,7 +210,7 @@ def statistics_of(
     sum_s, sum_t = other.sum(-1), weight.sum(-1)
     if kind == "reverse":
         weight, other, apart = other, weight, apart.neg_()
-    del s, t  # of four copies none may be kept for its name alone
+    del s, t  # no copy may live on only because it has a name
     first = weight * apart
     cross = first.sum(-1).neg_()
     rest = other.sub_(weight).sub_(first)
@@ -268,7 +268,7 @@ def _log1p_excess(x: Tensor) -> Tensor:
 
 
 def _about(x: Tensor, row_max: Tensor, multiplier: float | Tensor) -> Tensor:
-    """z - max z, new; 0 in a row of -inf alone, whose weight the merge takes to 0."""
+    """z - max z, new; 0 in a row with only -inf, whose weight the merge takes to 0."""
     row_max = row_max.unsqueeze(-1)
     empty = row_max.isneginf()
     shifted = x - torch.where(empty, 0.0, row_max)
@@ -344,7 +344,7 @@ class FinalPair:
     Attributes:
         value: the divergence in nats; 0 for a kind of two passes.
         usable: bool, False in a row whose logits are all -inf on either side; value is 0 there.
-        softmax: `[4, n]`: max_s, log sum_s, max_t, log sum_t; 0 in rows of -inf alone. Kept apart,
+        softmax: `[4, n]`: max_s, log sum_s, max_t, log sum_t; 0 in rows with only -inf. Kept apart,
             so that log p = (z - m) - log sum takes the difference of large numbers exactly.
     """
 

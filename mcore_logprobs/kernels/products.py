@@ -216,7 +216,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 # ---- what torch can multiply -------------------------------------------------------------------
 
-# Since when torch gives float32 results of low-precision operands, on CUDA alone: `mm(out_dtype=)`,
+# Since when torch gives float32 results of low-precision operands, only on CUDA: `mm(out_dtype=)`,
 # and `addmm(out_dtype=)` to a float32 tensor, which the first releases with it refused. On an AMD
 # GPU, where torch calls its device CUDA too, both came with pytorch/pytorch#162600. Each is tried
 # once.

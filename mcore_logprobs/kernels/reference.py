@@ -66,7 +66,7 @@ def stats(
             here as the columns' own are: a softcap may make equals of different raw logits, and
             equal raw logits must not differ by how a tanh is rounded.
         block: columns per block. Part i is then of columns `[i * block, (i + 1) * block)`, and a
-            row's bits depend on its own numbers and on `block` alone: every reduction runs over
+            row's bits depend only on its own numbers and `block`: every reduction runs over
             `block` neighboring numbers in fresh memory, the last block filled up with -inf, so
             that neither the other rows nor the logits' strides move a number to another place of
             the sum. None: as many parts as suit the backend.
@@ -244,7 +244,7 @@ def scale(grad: Tensor, upstream: Tensor, *, out: Tensor, add: bool = False) -> 
 
     Args:
         grad: any shape, float32 or float64; its memory may be overwritten.
-        upstream: one number, on grad's device. Its value is looked at on a CPU alone: on a GPU that
+        upstream: one number, on grad's device. Its value is read only on a CPU: on a GPU that
             would be a host sync.
         out: of grad's shape, any dtype; may be grad.
     """

@@ -3,7 +3,7 @@
 The padded vocabulary is cut into equal segments, each of which lies on one rank whatever the
 tensor-parallel size, and a segment into blocks of one fixed width:
 
-    block      `Backend.stats(block=)`: a row's bits depend on that row's numbers alone
+    block      `Backend.stats(block=)`: a row's bits depend only on that row's numbers
     segment    its blocks, merged
     row        the segments of all ranks, merged the same way after one all-gather
 

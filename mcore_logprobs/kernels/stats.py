@@ -120,7 +120,7 @@ def merge(
     total = _ordered_sum if ordered else _sum
     part = by_name(spec.fields, stats, dim=1)
     row_max = part["max"].amax(0)
-    # A part of -inf alone has s = e = 0: its shift must be finite for 0 times it to be 0.
+    # A part with only -inf has s = e = 0: its shift must be finite for 0 times it to be 0.
     shift = part["max"] - torch.where(row_max.isneginf(), 0.0, row_max)
     shift = times_multiplier(shift, multiplier, rows_last=True).clamp(min=LOG_ZERO)
     weight = shift.exp()
@@ -233,7 +233,7 @@ class GradientTerms(NamedTuple):
             `gradient_coefficients` says of it.
         row_max: `[n]`, each whole row's largest unscaled logit (its lse would do too, but has been
             rounded at the scale of z, and w carries that error); None with coef.
-        coef: `[k, n]`, rows as `StatsSpec.coefficients` says; None: the entries alone.
+        coef: `[k, n]`, rows as `StatsSpec.coefficients` says; None: only the entries.
         spec: which coefficients there are.
     """
 

@@ -46,8 +46,8 @@ def top_entropy_mask(
 
     Args:
         share: in (0, 1].
-        group: the ranks whose tokens make up the batch (data and context parallel); None: this
-            process alone.
+        group: the ranks whose tokens make up the batch (data and context parallel); None: only
+            this process.
 
     Collectives: over the group an all-gather of one count, and one of the counted tokens' values.
     One host sync.
@@ -145,8 +145,8 @@ class AdaptiveEntropy(SuggestsFields):
         Shape:
             entropy, mask (bool or 0/1): `[...]`.
 
-        Collectives: one all-reduce of `[2]` over the group (data and context parallel; None: this
-        process alone). One host sync.
+        Collectives: one all-reduce of `[2]` over the group (data and context parallel; None: only
+        this process). One host sync.
 
         Raises:
             ValueError: before the collective; at the first call over a group on every rank, if one
@@ -236,7 +236,7 @@ def aggregation(
     Args:
         length: of "constant": Dr. GRPO's is the longest answer allowed.
         answers: of "prompt": answers to a prompt, one after the other.
-        group: the data-parallel ranks, without context parallelism; None: this process alone.
+        group: the data-parallel ranks, without context parallelism; None: only this process.
         dtype: of denominator and weights. That of the loss, so that a division keeps the loss's
             dtype; bfloat16 rounds the denominator, and with it the loss, by up to 0.4%. Not
             float16, in which more than 65504 tokens are inf. Counts are exact in float64 before

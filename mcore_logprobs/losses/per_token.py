@@ -118,7 +118,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     check_shape("ref_logprobs", ref_logprobs, logprobs)
     infinite = logprobs.isinf() | ref_logprobs.isinf()
     log_ratio = (ref_logprobs - logprobs).masked_fill(infinite, 0.0)
-    # Both terms: log_ratio's alone has the gradient +1, which leads away from q.
+    # Both terms: only log_ratio's has the gradient +1, which leads away from q.
     value = _exp_excess(log_ratio.clamp(max=largest_exponent(log_ratio.dtype)))
     return _or_infinite(value, infinite, logprobs, ref_logprobs)
 

@@ -304,7 +304,7 @@ def kto_reference(
         `[...]`, `[...]`, sequences' log-probabilities -> a scalar without gradient, the same on
         every rank.
 
-    Collectives: one all-reduce of `[2]` over the group (data parallel; None: this process alone).
+    Collectives: one all-reduce of `[2]` over the group (data parallel; None: only this process).
 
     Raises:
         ValueError: shapes that differ, before the collective; at the first call over a group on

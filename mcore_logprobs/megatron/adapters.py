@@ -168,7 +168,7 @@ def _active(layer: Any) -> list[str]:
 
 
 def adapter_reason(layer: nn.Module, gathered_by_then: bool = False) -> str:
-    """Why a LoRA's part cannot be fused, or "". Dropout is looked at again in every call.
+    """Why a LoRA's part cannot be fused, or "". Dropout is checked again in every call.
 
     Args:
         gathered_by_then: parameters that torch's FSDP2 shards count as what they are in a forward.

@@ -121,5 +121,5 @@ class Arguments(PassedArguments):
 
     @property
     def ends_before_head(self) -> bool:
-        """Whether a T5Model is asked for its encoder's hidden states alone."""
+        """Whether a T5Model is asked for only its encoder's hidden states."""
         return self["output_encoder_hidden_only"] is True

@@ -51,8 +51,8 @@ class DeferredLogits:
         unscaled: DeferredLogits | None = None,
         apply_scale: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> None:
-        """What `head` and `apply_scale` call must not hold this handle, which Python's collector
-        alone would free then.
+        """What `head` and `apply_scale` call must not hold this handle, which only Python's
+        collector would free then.
         """
         self.head, self.scale = head, scale
         self._unscaled = unscaled
@@ -267,7 +267,7 @@ def _functions_around() -> list[str]:
     """The autograd functions in whose forward or backward this is called, outermost first.
 
     A forward by its own code: torch 2.14 calls it from C. A backward by torch's `apply` above it.
-    What a frame's variables are is not looked at, which would keep them alive as long as the frame.
+    A frame's variables are not read, which would keep them alive as long as the frame.
     """
     names: list[str] = []
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
@@ -307,7 +307,7 @@ def _name_of(code: CodeType) -> str:
 class Weak:
     """A module that this does not keep alive; call it for the module, or None once that is gone.
 
-    What is put on a model may not hold it: Python's collector alone would free such a model. A copy
+    What is put on a model may not hold it: only Python's collector would free such a model. A copy
     refers to the module's own copy.
     """
 

@@ -124,7 +124,7 @@ def _config_of(
 
 
 def _guard_against_ignored_provider(training: ModuleType) -> None:
-    """Make Megatron's set-up refuse a patched provider beside a model config that builds.
+    """Make Megatron's set-up refuse a patched provider together with a model config that builds.
 
     Once for each process. Where the set-up has no container (to 0.18) there is nothing to guard.
     """

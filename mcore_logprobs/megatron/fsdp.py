@@ -22,15 +22,15 @@ def attach_backward_hooks(
 
     Version 1 looks for it at the tensors that the model and the output layer return, and resets
     its reductions at the end of that backward; version 2 in the backward pre-hooks of the modules
-    that it shards, and gathers their parameters again. Both see tensors and tuples of tensors
-    alone: no deferred logits, no TokenStats.
+    that it shards, and gathers their parameters again. Both see only tensors and tuples of
+    tensors: no deferred logits, no TokenStats.
 
     Args:
         output: what the model is going to return.
         model: around the layer; the layer itself where it is not known.
         weight: what the layer is called with, where it is not a parameter of the model.
 
-    Returns: `output`, with views in place of its tensors under version 1.
+    Returns: `output`, with views instead of its tensors under version 1.
 
     Raises:
         RuntimeError: this FSDP's hooks cannot be found from here.
@@ -96,7 +96,7 @@ def _output_hooks(module: nn.Module) -> list[Callable[..., Iterable[Tensor]]]:
 def _modules_around(model: nn.Module, weight: Tensor | None) -> list[nn.Module | None]:
     """The modules by which version 2 gathers these parameters, without those inside `model`.
 
-    None in place of one that cannot be found.
+    None instead of one that cannot be found.
     """
     found: list[nn.Module | None] = []
     inside = set(model.modules()) - {model}

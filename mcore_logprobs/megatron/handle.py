@@ -112,7 +112,7 @@ class PatchHandle:
                 is_tensor = isinstance(fields[name], Tensor)
                 changes[name] = fields.pop(name) if is_tensor else None
         temperature, logit_bias = changes.get("temperature"), changes.get("logit_bias")
-        if temperature is not None:  # of which the call alone knows the shape
+        if temperature is not None:  # only the call knows its shape
             checked = check_temperature(temperature, temperature.shape, temperature.device)
             if not isinstance(checked, Tensor):  # a number in a CPU tensor, of a model on a GPU too
                 fields["temperature"], changes["temperature"] = checked, None
@@ -144,8 +144,8 @@ class PatchHandle:
         """For calls in this block: form a policy loss in the head, as `linear_policy_loss` does.
 
         The model returns a TokenStats whose `policy_loss`, a scalar, is the sum over this rank's
-        tokens of `loss_fn(logprobs, entropy or None, *the tensors' rows)` over the denominator. The
-        statistics beside it have no gradient; `divergence`, `candidates` and the top k's values
+        tokens of `loss_fn(logprobs, entropy or None, *the tensors' rows)` over the denominator. Its
+        other statistics have no gradient; `divergence`, `candidates` and the top k's values
         have one. Entropy, rank, temperature, masks and the head's own scale, bias and softcap
         follow the settings. So does `compact`, which leaves out rows whose label is ignore_index. A
         head that cannot be fused computes the same from real logits. It takes the place of an outer

@@ -145,7 +145,7 @@ class _HeadRequest:
         return cls(call, tokens, labels, options, greedy, bool(parallel))
 
     def head_options(self, head: LazyHead) -> dict[str, Any]:
-        """`options`, and those of deferred logits alone."""
+        """`options`, and those only of deferred logits."""
         call, config = self.call, self.call.config
         asks = (call.mapped, call.kept, call.teacher, call.draw, call.also)
         return self.options | {
@@ -295,7 +295,7 @@ def mtp_loss(
 
     Equal to `vocab_parallel_cross_entropy` for every label: that knows no ignore_index, and gives a
     label outside the vocabulary the loss lse - max, whose gradient is that of lse. The maximum is
-    for the log alone; where a loss mask comes with the call it is left out on a GPU, since the
+    only for the log; if a loss mask comes with the call it is left out on a GPU, since the
     mask is there to drop such labels, and finding them costs a pass over the vocabulary.
 
     Args:
@@ -365,7 +365,7 @@ def lazy_mtp_loss(
 def ignored_by_own_loss(config: object) -> int | None:
     """The label that the model's own loss gives 0 and no gradient; None: it knows none.
 
-    Of Megatron's losses Transformer Engine's alone does (its `ignore_idx`).
+    Of Megatron's losses only Transformer Engine's does (its `ignore_idx`).
     """
     fused = getattr(config, "cross_entropy_loss_fusion", False)
     return -100 if fused and getattr(config, "cross_entropy_fusion_impl", "") == "te" else None

@@ -150,7 +150,7 @@ def check_vocabulary(
 
 
 def check_head(layer: nn.Module, config: LogprobConfig) -> None:
-    """What a fused head alone cannot honor of the settings is refused before the first call.
+    """Refuse settings that a fused head cannot honor, before the first call.
 
     Raises:
         ValueError: invariant_segments with a LoRA; a low-precision logits_dtype other than the
@@ -290,7 +290,7 @@ def say_replaced(language_model: LanguageModule) -> None:
 
 
 def own_loss(language_model: LanguageModule) -> str:
-    """Who brings a `compute_language_model_loss`: "class", "instance", or "" (Megatron alone)."""
+    """Who brings a `compute_language_model_loss`: "class", "instance", or "" (only Megatron)."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     loss = getattr(language_model, "compute_language_model_loss", None)

@@ -61,7 +61,7 @@ class Launcher:
         self._add_flags(parser)
         self._settings, rest = parser.parse_known_args(list(arguments))
         self.given = [a for a in arguments if a.startswith(FLAG)]
-        # Those that are given alone: a parser leaves what is there where no flag says otherwise.
+        # Only those that are given: a parser leaves what is there where no flag says otherwise.
         unset = object()
         told = argparse.Namespace(**dict.fromkeys(vars(self._settings), unset))
         parser.parse_known_args(list(arguments), told)

@@ -46,7 +46,7 @@ def call_of(
     cast = _autocast_dtype(hidden)
 
     def under_autocast(hidden: Tensor, weight: Tensor) -> Tensor:
-        # As in the call: who reads the logits may be within autocast alone, or behind it.
+        # As in the call: autocast may have begun or ended by the time the logits are read.
         if _autocast_dtype(hidden) == cast:
             return product(hidden, weight)
         with torch.autocast(hidden.device.type, dtype=cast, enabled=cast is not None):

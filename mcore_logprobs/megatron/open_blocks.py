@@ -30,7 +30,7 @@ def _hooks_around() -> object:
 class OpenBlocks:
     """The `with` blocks that are open on a patched head, in the order in which they were entered.
 
-    Each takes its own change back when it ends, whichever ends first. A copy has none open: the
+    Each undoes its own change when it ends, in any order. A copy has none open: the
     block around a `copy.deepcopy` of the model never ends for the copy.
     """
 

@@ -50,7 +50,7 @@ def logprob_output_processor(
 
     `context` is a `LogprobConfig`; None reads the model's config. The output layer is called as a
     module, so that its hooks run. Under the combined 1F1B schedule (`build_schedule_plan`) with
-    output="loss" alone; a patched model gives its TokenStats there, too. In a call of a patched
+    only output="loss"; a patched model gives its TokenStats there, too. In a call of a patched
     model the patch's settings do not count, and in a block of its `PatchHandle` the call raises.
 
     Raises:

@@ -26,7 +26,7 @@ NO_ID = -100  # among ids that are asked about: none is there, whatever ignore_i
 
 
 class Also(NamedTuple):
-    """What is asked for beside statistics: ids, a top k, or both.
+    """What is asked for in addition to statistics: ids, a top k, or both.
 
     Attributes:
         ids: `[k]`, the same of every row, or `[*lead, k]`, global; or None.

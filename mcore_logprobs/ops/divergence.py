@@ -163,7 +163,7 @@ def kl_div(
     return apply(Divergence(PairSpec(kind, float(beta))), beside(student, teacher), mask)[0]
 
 
-# How near beta may be to 0 and 1. Nearer, one side has no weight beside float32's rounding of the
+# How near beta may be to 0 and 1. Nearer, one side's weight is lost in float32's rounding of the
 # other's probabilities, and the limits are kinds of their own.
 _LEAST_SHARE = 1e-5
 

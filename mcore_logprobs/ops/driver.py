@@ -2,7 +2,7 @@
 
     recompute   forward: the operation looks at each chunk and reduces what it saw over the ranks
                 backward: each chunk is formed again, or read where it was kept (`sources.kept`),
-                and its gradient written over it or beside it
+                and its gradient written over it or next to it
     eager       the gradient of a tile is formed in the forward, while its logits exist
 
 An operation says what it takes of a chunk (`Forward`) and what the gradient of a chunk is
@@ -222,7 +222,7 @@ def _run(function: type[torch.autograd.Function], source: Walked, *arguments: An
         shard = source.shard
         padding = shard.vocab_size <= shard.width * (shard.tp_size - 1)
         if padding and torch.compiler.is_dynamo_compiling():  # not torch.export
-            # The last rank has padding alone, and sends constants. AOTAutograd (2.13) sends those
+            # The last rank has only padding, and sends constants. AOTAutograd (2.13) sends those
             # in the backward once more, where no other rank takes part.
             return _run_untraced(function, source, *arguments)
         return function.apply(source.options, None, *arguments)
@@ -311,7 +311,7 @@ class _Recompute(torch.autograd.Function):
 
 
 def _owned(result: Tensor) -> Tensor:
-    """The result, contiguous and no view: torch lets nobody change a function's view in place."""
+    """The result, contiguous and no view: torch lets no one change a function's view in place."""
     base = None if torch.compiler.is_compiling() else result._base
     if base is None:
         return result.contiguous()
@@ -485,7 +485,7 @@ class _Eager(torch.autograd.Function):
                 ctx.backend.scale(grad, upstream, out=ctx.main_grad.buffer, add=True)
                 grad = ctx.main_grad.dummy_wgrad()
             elif grad is not None:
-                # In place where it can be: it is ours alone, and may be of the weight's size.
+                # In place if possible: only we hold it, and it may be of the weight's size.
                 out = grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
                 ctx.backend.scale(grad, upstream, out=out)
                 grad = out

@@ -231,7 +231,7 @@ def of_rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     """`function(*rows)` of rows `[..., k]`: `[..., j]`, differentiable by the first.
 
     A row whose result holds a NaN is NaN, and so is its gradient where one is asked of it, but
-    exactly 0 where its upstream is 0. By autograd's rules alone it is 0 behind a clamp, whatever
+    exactly 0 where its upstream is 0. By autograd's rules it is 0 behind a clamp, whatever
     upstream is, and elsewhere NaN even where that is 0. So the function gets zeros instead of such
     rows, and `_NanRows` replaces what it returns for them.
     """

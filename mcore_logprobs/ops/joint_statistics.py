@@ -3,7 +3,7 @@
     entropy = vocab_parallel_entropy(logits)            a pass: lse and entropy of each row
     logprobs = vocab_parallel_logprobs(logits, labels)  joins it: one dot product per token
 
-The consumer that joins computes its targets' logits alone, and its gradient is written by the
+The consumer that joins computes only its targets' logits, and its gradient is written by the
 backward of the pass. Each consumer by itself would multiply by the head forward and backward, and
 form a gradient of the weight's size.
 """
@@ -33,7 +33,7 @@ class Joined:
 
     Attributes:
         targets: local targets `[*batch_shape]` of the consumer in each slot.
-        spent: the backward was run, so that nobody can join any more.
+        spent: the backward was run, so that no further consumer can join.
     """
 
     targets: list[Tensor] = field(default_factory=list)

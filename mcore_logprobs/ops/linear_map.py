@@ -56,7 +56,7 @@ class Map(Operation[Source]):
     Attributes:
         masked: whether some rows do not count.
         grad_enabled: whether autograd was on where the operation was called.
-        autocast: the caller's, for fn alone.
+        autocast: the caller's, only for fn.
     """
 
     fn: MapFn

@@ -1,6 +1,6 @@
-"""Log-probabilities over the ids that a sampler recorded, in place of its filters.
+"""Log-probabilities over the ids that a sampler recorded, instead of its filters.
 
-A softmax over each row's kept ids alone, in plain torch on their logits: a dot product per id from
+A softmax over only each row's kept ids, in plain torch on their logits: a dot product per id from
 hidden states, no GEMM. Where statistics of the whole distribution are wanted too, both are of one
 pass: the kept logits are read from the chunks, and travel in the same all-gather.
 """
@@ -224,7 +224,7 @@ class _RecordedLogits:
 
 
 class _ReplayForward(Forward):
-    """Of the kept logits alone, by dot products."""
+    """Of only the kept logits, by dot products."""
 
     reads = "nothing"
 

@@ -1,4 +1,4 @@
-"""A vocabulary sharded one way, sharded another way, or some of its ids alone."""
+"""A vocabulary sharded one way, sharded another way, or only some of its ids."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reshard_vocabulary(
         shard: `[V/source TP, h]` with dim=0 (a head's weight, once), or `[..., V/source TP]` with
             dim=-1 (logits); float16, bfloat16, float32 or float64.
         ids: `[m]` integers, global ids of the source, the same on every rank; None: all V in order.
-        Returns the same with m/TP (V/TP) in place of V/source TP.
+        Returns the same with m/TP (V/TP) instead of V/source TP.
 
     Args:
         source_group: the ranks that share the vocabulary as it is; None: as for tp_group.

@@ -106,7 +106,7 @@ class TokenStats:
         Candidates and a top k `[..., k]` keep their k.
         """
         index = index if isinstance(index, tuple) else (index,)
-        # An Ellipsis stands for the tokens' dimensions alone.
+        # An Ellipsis means only the tokens' dimensions.
         k = (slice(None),) if any(part is Ellipsis for part in index) else ()
         dims = len(self.shape)
         return self._per_token_only(lambda x: x[index if x.dim() == dims else (*index, *k)])
@@ -214,7 +214,7 @@ class TokenStats:
         seq_dim = self._token_dim(seq_dim)
         bounds = _integers(cu_seqlens, "cu_seqlens")
         size = self.shape[seq_dim]
-        # Ends alone, without the 0 in front, would lose the first sequence.
+        # Only the ends, without the 0 in front, would lose the first sequence.
         if bounds[:1] != [0] or bounds[-1] > size or bounds != sorted(bounds):
             raise ValueError(
                 f"cu_seqlens: expected bounds that ascend from 0 to at most {size}, got {bounds}"

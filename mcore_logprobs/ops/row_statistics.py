@@ -78,7 +78,7 @@ class RowStatistics(Forward):
         self._blocks: list[list[Tensor]] = []  # statistics of the latest rows' blocks, by segment
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
-        if self._column.shape[0] != self._source.num_rows:  # those of one tile alone
+        if self._column.shape[0] != self._source.num_rows:  # only those of one tile
             self.multiplier = per_row(self._source.processing.multiplier, tile.rows)
         if self.spec.rank:
             logits = tile.target_logits(self._column[rows])
@@ -87,7 +87,7 @@ class RowStatistics(Forward):
 
     def see(self, placed: ChunkAt) -> None:
         rows, source, threshold = placed.rows, self._source, self._thresholds
-        # One of padding alone, behind the last, would take the place of the rows' statistics.
+        # One with only padding, behind the last, would overwrite the rows' statistics.
         assert placed.columns.start < max(1, source.shard.valid_width), "a block of padding alone"
         if placed.columns.start == 0:  # the first block of these rows
             self._blocks = [[] for _ in range(self._segments.local if self._segments else 1)]
@@ -236,7 +236,7 @@ def gradient_with_entries(
     target: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> LogitGradient:
-    """The gradient of statistics and of single logits beside them.
+    """The gradient of statistics and of single logits.
 
     Args:
         on: upstream gradients of the statistics, `[n]` each.

@@ -388,8 +388,8 @@ def vocab_parallel_sampling_logprobs(
       26) and at most two all-gathers, of `[128, rows]` and `[2, rows]`; in the end an all-gather of
       `[rows]`. On a GPU a search always takes 13 all-reduces for bfloat16, 14 for float16, 18 for
       float32 and 29 for float64 logits, because asking whether it is done would be a host sync.
-    - min_p alone needs no search: rows that keep more than the candidates share one all-reduce of
-      `[1, rows]` and one all-gather.
+    - min_p by itself needs no search: rows that keep more than the candidates share one all-reduce
+      of `[1, rows]` and one all-gather.
     - Replay: one all-gather of `[3, n]`, with entropy of `[4, n]`; full and missing="full" add the
       rows of `vocab_parallel_token_stats` to it.
     - Filters off: as `vocab_parallel_logprobs`.
@@ -414,8 +414,8 @@ def vocab_parallel_sampling_logprobs(
       pytorch sampler keeps exactly k tokens, applies top-p to the probabilities before top-k, and
       min-p last. With two filters it may keep more tokens than this function. Its flashinfer
       sampler keeps ties, and with min-p applies top-p after top-k.
-    - transformers applies min-p last: alone or with top-k the same tokens stay, with top-p at least
-      as many.
+    - transformers applies min-p last: by itself or with top-k the same tokens stay, with top-p at
+      least as many.
 
     Other kernels may differ at the cutoff, because they sum and break ties in another order. If
     that matters, record the ids that the engine kept (SGLang's sampling masks have them), and

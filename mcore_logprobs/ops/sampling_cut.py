@@ -40,7 +40,7 @@ from mcore_logprobs.ops.sampling_search import (
 from mcore_logprobs.sources.held import HeldLogits
 from mcore_logprobs.sources.source import Source
 
-_TOP_P_CANDIDATES = 128  # per rank, for top-p alone
+_TOP_P_CANDIDATES = 128  # per rank, if only top-p is set
 _MAX_CANDIDATES = 1024  # as many as a top_k itself may need
 
 

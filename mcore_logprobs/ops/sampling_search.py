@@ -6,7 +6,7 @@ until it holds one value: at most 15 rounds for float32, fewer for 16-bit logits
 ask costs a host sync, as many as suffice in any case. A round is one pass over
 the rows and one all-reduce of `[7, rows]`, whatever the vocabulary. The first rounds cut the
 interval into equal parts by value, after which each rank's largest logits within it mostly hold the
-cut, and are looked at once. Let A(t) be the mass (or number) of tokens above t. The cut is the
+cut, and are read once. Let A(t) be the mass (or number) of tokens above t. The cut is the
 smallest t with
 
     A(t) < top_p * total      (top-p)            A(t) < k      (top-k, A counts)
@@ -31,7 +31,7 @@ from mcore_logprobs.sources.held import HeldLogits, Look
 
 _WAYS = 8
 _BY_VALUE = 4  # rounds before the look at the logits within
-_WITHIN = 128  # logits of each rank looked at
+_WITHIN = 128  # logits of each rank that are read
 _LAST = 3  # rounds for the last few values
 
 
@@ -80,7 +80,7 @@ def descending(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class HardRows:
-    """Some rows of the logits, looked at a few at a time in float32 (or float64) copies.
+    """Some rows of the logits, read a few at a time in float32 (or float64) copies.
 
     Args:
         index: `[r]` int64, ascending.
@@ -281,7 +281,7 @@ class _Interval(NamedTuple):
 
     @property
     def is_one_value(self) -> bool:
-        """Asked on a CPU alone: elsewhere that is a host sync per round, and the rounds suffice."""
+        """Only on a CPU: elsewhere that is a host sync per round, and the rounds suffice."""
         return self.low.is_cpu and bool((self.high - self.low == 1).all())
 
 
@@ -361,7 +361,7 @@ def cumulative(weight: Tensor) -> Tensor:
     if weight.device.type == "cuda":  # pragma: no cover (CUDA)
         if torch.are_deterministic_algorithms_enabled():
             return running_sum(weight)
-        if len(weight) == 1:  # alone it is summed in blocks whose order is not fixed
+        if len(weight) == 1:  # one is summed in blocks whose order is not fixed
             return weight.expand(2, -1).cumsum(-1)[:1]
     return weight.cumsum(-1)
 

@@ -100,7 +100,7 @@ class TopKDivergence:
 
 
 def _renormalized(logprobs: Tensor) -> Tensor:
-    """Over the last dimension; a row of -inf alone is even."""
+    """Over the last dimension; a row with only -inf is even."""
     empty = logprobs.isneginf().all(-1, keepdim=True)
     return torch.where(empty, 0.0, logprobs).log_softmax(-1)
 

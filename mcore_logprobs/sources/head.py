@@ -156,7 +156,7 @@ def head_logits(
     check_float_tensor(f"{prefix}hidden", hidden, min_dim=2)
     check_float_tensor(f"{prefix}weight", weight, min_dim=2)
     group, device = resolve_tp_group(tp_group), hidden.device
-    if group is not None:  # before what one rank alone may refuse
+    if group is not None:  # before what only one rank may refuse
         check_call(weight.shape[0], group, device)
     compute_dtype = _check_layer(hidden, weight, bias, lora, prefix)
     check_flag("sequence_parallel", sequence_parallel)

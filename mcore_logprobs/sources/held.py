@@ -1,4 +1,4 @@
-"""Logits of whole rows that are held, looked at a few rows at a time: what filters read."""
+"""Logits of whole rows that are held and read a few rows at a time, by filters."""
 
 from __future__ import annotations
 

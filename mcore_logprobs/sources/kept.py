@@ -1,6 +1,6 @@
 """Chunks of a head's logits that are kept from the forward to the backward: `saved_bytes`.
 
-A chunk that is kept costs 3 GEMMs, any other 4. Before the forward the sizes alone settle which
+A chunk that is kept costs 3 GEMMs, any other 4. Before the forward only the sizes decide which
 ones are: those that fit, in the order of the walk. A chunk is kept in one of two forms:
 
     exact     as it was multiplied, where logits are no wider than the operands (a float32 head, or

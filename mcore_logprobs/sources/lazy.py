@@ -401,7 +401,7 @@ def gives_on(function: Callable[[Tensor], Tensor]) -> bool:
     Its autograd function, if it has one, then leaves lazy logits what they are.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        for batch in (1, 2):  # a batch of one is a case of its own where strides are looked at
+        for batch in (1, 2):  # a batch of one is a case of its own where strides are compared
             x = torch.linspace(-2.0, 3.0, 12 * batch).view(batch, 3, 4).transpose(0, 1)
             x = x.clone(memory_format=torch.preserve_format).requires_grad_()
             result, upstream = function(x), torch.linspace(1.0, 7.0, 12 * batch).view(4, 3, batch)

@@ -96,7 +96,7 @@ def _probe(view: View) -> Tensor:
 
 
 def _pad(view: View) -> int:
-    """Columns in place of the vocabulary's: neither 1, which is squeezed, nor as many as those."""
+    """Columns instead of the vocabulary's: neither 1, which is squeezed, nor as many as those."""
     return 3 if view.width == 2 else 2
 
 

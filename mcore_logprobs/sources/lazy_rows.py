@@ -167,7 +167,7 @@ class _GivenOut:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody has them any more."""
+        """Whether no caller has them any more."""
         return bool(self.storage.expired())
 
     def is_of(self, real: Tensor | None) -> bool:
@@ -283,7 +283,7 @@ class View:
         """The real logits `[*lead, V/TP]`.
 
         All tokens of a head are multiplied by the layer itself, while it is as it was in the call;
-        some of them cost their own products alone. Collectives: those of the layer.
+        some of them cost only their own products. Collectives: those of the layer.
         """
         head = self.rows.head
         head.check_unchanged()
@@ -361,14 +361,14 @@ class View:
         head, divided_by = self.rows.head, self.temperature
         if self.is_cut:
             if isinstance(logit_bias, Tensor) or options["invariant_segments"] is not None:
-                return None  # of as many columns as there are
+                return None  # with as many columns as the logits
             vocab_size = VocabShard.of(self.width, head.tp_group, vocab_size).vocab_size
         options["vocab_size"] = vocab_size
         latest = self._latest_pass(
             gradient, (temperature, softcap, logit_scale), logit_bias, **options
         )
         if softcap is not None:
-            # Ours come before it: numbers alone, and no bias, which comes after it.
+            # Ours come before it: only numbers, and no bias, which comes after it.
             if isinstance(divided_by, Tensor) or head.bias is not None:
                 return None
             logit_scale, divided_by = logit_scale / divided_by, 1.0

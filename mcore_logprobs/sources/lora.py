@@ -9,8 +9,8 @@
 
 Where dLogits are single entries, dB and dU get theirs row by row, and the rest is the same.
 
-B is split over TP as the vocabulary is, A is whole on every rank. A rank's dU comes from its own
-columns alone, so that dA, as dHidden, is a sum over TP; after it every rank has the whole dA.
+B is split over TP as the vocabulary is, A is whole on every rank. A rank's dU comes only from its
+own columns, so that dA, as dHidden, is a sum over TP; after it every rank has the whole dA.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Given logits are read at any rows and columns, so that the tiles of the other side decide. Two
 sources whose logits are computed tile by tile have the same tiles: a teacher's head is cut as the
-student's, and other sources must be cut alike. Gradients are the student's alone.
+student's, and other sources must be cut alike. Only the student has gradients.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PairSource:
                 yield self._of_given(student, rows, [slice(0, width)], of_teacher)
 
     def _block(self, tile: RecomputedTile, columns: slice) -> Chunk:
-        """A block of a teacher's tile; for padding alone no product is made."""
+        """A block of a teacher's tile; no product is made for one with only padding."""
         if columns.start < self.shard.valid_width:
             return tile.block(columns)
         never_read = self.student.rectangle(tile.rows, columns).logits

@@ -36,7 +36,7 @@ def check_rows(rows: object, count: int | None) -> Tensor:
 
 
 class RowSelection:
-    """Rows that a call computes in place of all, and the way of per-token tensors there and back.
+    """Rows that a call computes instead of all, and the way of per-token tensors there and back.
 
     Under sequence parallelism every rank must send as many rows as any other: each has k slots, as
     many as the fullest needs, and a slot without a row is padding that asks for nothing. Slots are

@@ -47,8 +47,8 @@ class Tile(Protocol):
     def chunks(self) -> Iterator[ChunkAt]:
         """Chunks that cover the rows and all of this rank's true vocabulary.
 
-        The chunks of the same rows follow each other, their columns in order. None is of padding
-        alone, but where the rank has nothing else.
+        The chunks of the same rows follow each other, their columns in order. None has only
+        padding, unless the rank has nothing else.
         """
 
     def whole_rows(self) -> Iterator[ChunkAt]:
@@ -206,7 +206,7 @@ class Source(Walked, Protocol):
         backend: what computes its chunks.
         recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
         batch_shape: the shape of the tokens: of targets, masks and results.
-        latest_pass: of lazy logits that several consumers may ask for; None: one alone.
+        latest_pass: of lazy logits that several consumers may ask for; None: only one.
     """
 
     batch_shape: torch.Size
@@ -238,7 +238,7 @@ class Source(Walked, Protocol):
         """Rows of which so many float32 copies of `width` columns are made at a time."""
 
     def compacted(self, valid_mask: Tensor | None) -> Self:
-        """The source of the tokens that count alone, if it was asked to be compact.
+        """The source of only the tokens that count, if it was asked to be compact.
 
         Args:
             valid_mask: bool `[*batch_shape]`; None: nothing says which count.

@@ -8,7 +8,7 @@ block's statistics as a part: sums of few terms also round less than the sum of 
 Compiled are float32, bfloat16 and float16 logits. What is rare goes to the reference, and so does
 what does not compile.
 
-`INVARIANT` has the same functions where a row's bits must depend on its own numbers alone
+`INVARIANT` has the same functions where a row's bits must depend only on its own numbers
 (`statistics`; of two sides nothing of the kind is promised). No statistics fall back there where a
 kernel fails, for results of two calls would not have the same bits.
 """

@@ -223,7 +223,7 @@ def _compiler_name() -> str:
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
-# ---- a gradient over its logits, or beside them ------------------------------------------------
+# ---- a gradient over its logits, or next to them ------------------------------------------------
 
 
 def write_gradient(

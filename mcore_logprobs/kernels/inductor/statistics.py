@@ -4,7 +4,7 @@ Compiled are any temperature, scale, row stride, entropy and rank. What is rare 
 label smoothing, many entries per row, one row, under two blocks of columns) goes to the reference,
 and so do a few columns past the last whole block.
 
-Where a row's bits must depend on its own numbers alone, a block's sums run over a static number of
+Where a row's bits must depend only on its own numbers, a block's sums run over a static number of
 columns in one vectorised order, whatever the rows and however they are divided among threads; the
 gradient is elementwise. What could change the order is avoided: a call of one row (torch.compile
 makes a kernel of its own for a size of 1, which may divide a block among threads) runs as two, and
@@ -93,7 +93,7 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) ->
 
 
 def invariant_grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) -> None:
-    """As `reference.grad`; a row's bits depend on its own numbers alone.
+    """As `reference.grad`; a row's bits depend only on its own numbers.
 
     Raises:
         RuntimeError: torch.compile failed, or is switched off here.
@@ -201,7 +201,7 @@ def _with_repeats(columns: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
     """(columns `[n, j]`, what each one's entry gets in all): entries that can be written as one.
 
     Of a column that is named several times each has the sum. One that is elsewhere (-1) is another
-    of its row's in place of it, and -1 where there is none.
+    of its row's instead of it, and -1 if there is none.
     """
     if columns.shape[1] == 1:
         return columns, upstream

@@ -29,7 +29,7 @@ LOG_ZERO = tl.constexpr(stats.LOG_ZERO)
 # Triton asks whether numbers are multiples of 16.
 UNIT = tl.constexpr(16)
 
-# Programs for each multiprocessor when rows alone are too few. A dozen are resident at a time, and
+# Programs for each multiprocessor when there are too few rows. A dozen are resident at a time, and
 # with several rounds of them the last, part-filled round costs little.
 _PROGRAMS_PER_PROCESSOR = 32
 # A tile this large gives a warp four 16-byte loads to have in flight.
@@ -76,7 +76,7 @@ def before_bias(y, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.const
     capped = y
     if HAS_SOFTCAP:
         capped = tanh(y * scale)
-        # A product alone, with a rounding of its own. As `capped * softcap` it would be fused with
+        # Only a product, with a rounding of its own. As `capped * softcap` it would be fused with
         # the subtraction of a row's largest x, or of the other side's, which was rounded: equal
         # logits would differ by what the rounding took.
         x = tl.fma(capped, softcap, 0.0)
