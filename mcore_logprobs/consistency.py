@@ -4,9 +4,9 @@ Two mistakes give wrong results without any error. With uneven shards, `rank * w
 rank's columns begin. With `sequence_parallel=True` forgotten, each rank has other tokens. So at the
 first call of an operation with a width on a group each rank posts in the group's key-value store,
 and compares with the others: its width, its options (a temperature, a top k), a hash of each
-integer tensor (targets, ids, rows, masks) and of a temperature for each token, whether sums are in
-float64, and without sequence parallelism a few values of the hidden states, which may differ by
-rounding.
+integer tensor (targets, ids, rows, masks) and of a temperature for each token, the tokens' shape of
+given logits, whether sums are in float64, and without sequence parallelism a few values of the
+hidden states, which may differ by rounding.
 No collective is made. The first call waits for the device; later calls look in a set. In a CUDA
 graph's capture no values are compared, in what `torch.compile` traces nothing is.
 
@@ -18,8 +18,8 @@ Over a CP or data-parallel group (`comparing(..., group)`) two things differ. It
 by minutes, so one that finds no answer goes on into the collective. And a rank that refuses its
 arguments posts that, if the others are about to compare: a first call that one rank refuses raises
 on all of them. If it refuses a later call the others are in its collective, and would take the
-rank's next call for it. So that one is compared as a first call is, and
-raises if it is the only one.
+rank's next call for it. So that one is compared as a first call is, and raises if
+it is the only one.
 
 `MCORE_LOGPROBS_CHECK=0` compares widths only. `MCORE_LOGPROBS_CHECK=1` compares every argument in
 every call: shapes, dtypes, options, values, and what requires a gradient. It makes one all-gather
@@ -67,6 +67,8 @@ _SHARDED = ("logits", "hidden", "weight", "bias", "lora")
 # What an option is; of these, what concerns only the rank that has it.
 _OPTIONS = (bool, int, float, str, torch.dtype, type(None))
 _OF_ONE_RANK = ("saved_bytes", "backend", "inplace_backward")
+# What `explain_mismatch` searches by: its next collective depends on these values.
+_REPORTS = ("train_logprobs", "rollout_logprobs")
 # Along each dimension of hidden states, how many values are compared; and by how much of their norm
 # ranks may differ: far more than rounding, far less than two tokens.
 _SAMPLED = 6
@@ -213,8 +215,9 @@ class _Posted:
         width: columns of its shard; None over a CP or data-parallel group.
         refused: why it makes no such call, or nothing.
         options: numbers, flags and choices, by name.
-        tensors: shape, dtype, first values and hash of each integer tensor and of a temperature;
-            in what dtype others of floating point are summed; by name.
+        tensors: shape, dtype, first values and hash of each integer tensor, of a temperature and of
+            `_REPORTS`; in what dtype others of floating point are summed; by name.
+        tokens: the shape of given logits but for the vocabulary, by name.
         hidden: some values of hidden states that every rank has whole, by name.
     """
 
@@ -223,6 +226,7 @@ class _Posted:
     refused: str = ""
     options: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
     hidden: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, arguments: Mapping[str, object]) -> None:
@@ -245,11 +249,13 @@ class _Posted:
         if value.is_floating_point():
             # Logits may differ in dtype, but not in that of the sums that ranks exchange.
             self.tensors[name] = f"sums in {acc_dtype(value.dtype)}".replace("torch.", "")
+            if "logits" in name:  # an operation may have no integer tensor that says how many
+                self.tokens[name] = str([*value.shape[:-1], "V/TP"]).replace("'", "")
             if "hidden" in name and in_parts:
                 self.tensors[name] = f"{tuple(value.shape)} {value.dtype}"
             elif "hidden" in name and value.numel():
                 self.hidden[name] = _some_values(value.detach())
-            elif name.endswith("temperature"):
+            elif name.endswith(("temperature", *_REPORTS)):
                 self.tensors[name] = _value(name, value)
             elif any(part in name for part in ("weight", "bias", "lora")):
                 self.tensors[name] = f"{tuple(value.shape)} {value.dtype}"
@@ -358,6 +364,7 @@ def _compare(posted: list[_Posted], group: str) -> None:
                 "sequence_parallel=True and the whole sequence's targets"
             )
     _compare_texts([each.tensors for each in posted], group)
+    _compare_texts([each.tokens for each in posted], group)
 
 
 def _compare_texts(described: list[dict[str, str]], group: str) -> None:

@@ -337,6 +337,22 @@ def test_other_options_on_a_rank_raise_on_every_rank(ranks, operation, per_rank,
         assert found.startswith(expected)
 
 
+@pytest.mark.parametrize("operation", ["entropy", "log_softmax", "kl_div", "topk", "vp2sp"])
+def test_other_numbers_of_tokens_on_a_rank_raise_on_every_rank(ranks, operation):
+    """Also without targets that would say how many there are."""
+    for found in ranks(2).run(first_calls, operation, {"rows": [4, 0]}, timeout=60):
+        said = (
+            "logits: expected the same on every rank of the TP group, got [4, V/TP] on rank 0, [0"
+        )
+        assert said in found
+
+
+def test_what_is_sent_as_it_is_has_one_dtype(ranks):
+    dtypes = {"dtype": [torch.float32, torch.bfloat16]}
+    for found in ranks(2).run(first_calls, "vp2sp", dtypes, timeout=60):
+        assert found.startswith("dtype: expected the same on every rank of the TP group, got ")
+
+
 def test_what_concerns_one_rank_alone_may_differ(ranks):
     for operation, per_rank in (
         ("linear_token_stats", {"saved_bytes": [0, 1 << 20]}),

@@ -25,6 +25,7 @@ def call(operation: str, **changes: Any) -> Any:
     group = dist.group.WORLD
     x, mask = changes.pop("x", X), changes.pop("mask", MASK)
     loss = changes.pop("loss", losses.M2POLoss())
+    advantages = changes.pop("advantages", X)
     control = losses.AdaptiveEntropy(value=changes.pop("value", 0.0))
     calls: dict[str, Callable[[], Any]] = {
         "gather": lambda: ml.context_parallel_gather(x, cp_group=group, **changes),
@@ -33,7 +34,7 @@ def call(operation: str, **changes: Any) -> Any:
         "aggregation": lambda: losses.aggregation(mask, group=group, **changes),
         "after": lambda: control.after(x, mask, group=group),
         "top_entropy_mask": lambda: losses.top_entropy_mask(x, mask, group=group, **changes),
-        "second_pass": lambda: loss.second_pass(x, X, X, mask, group=group, **changes),
+        "second_pass": lambda: loss.second_pass(x, X, advantages, mask, group=group, **changes),
         "kto_reference": lambda: losses.kto_reference(x, X, group=group),
     }
     return calls[operation]()
@@ -121,6 +122,12 @@ DIFFERENT: list[tuple[str, dict[str, Any], str]] = [
     ("top_entropy_mask", {"x": X.half()}, "dtype: {} torch.float32 on rank 0, torch.float16 on"),
     ("second_pass", {"loss": losses.KLCovLoss()}, "objective: {} 'M2POLoss' on rank 0, 'KLCov"),
     ("second_pass", {"loss": losses.M2POLoss(0.1)}, "settings.threshold: {} 0.04 on rank 0, 0.1"),
+    (
+        "second_pass",
+        {"advantages": X.double()},
+        "dtypes: {} "
+        + " on rank 0, ".join(f"[{2 * 'torch.float32, '}torch.float{n}]" for n in (32, 64)),
+    ),
 ]
 
 
@@ -179,12 +186,13 @@ def own_arguments() -> list[str]:
         ("after", {"x": X[:, : 3 + rank], "mask": MASK[:, : 3 + rank]}),
         ("top_entropy_mask", {"mask": MASK * (torch.arange(8) > rank)}),
         ("gather", {"cu_seqlens": torch.tensor([0, 16]) if rank else None}),
+        ("second_pass", {"advantages": X.long() if rank else X.bfloat16()}),
     ]
     return [refusal(*each) for each in own]
 
 
 def test_what_is_a_rank_s_own_may_differ(ranks):
-    assert ranks(2).run(own_arguments, timeout=20) == [[""] * 4] * 2
+    assert ranks(2).run(own_arguments, timeout=20) == [[""] * 5] * 2
 
 
 # ---- later calls ---------------------------------------------------------------------------------

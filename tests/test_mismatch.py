@@ -444,6 +444,33 @@ def _explain_sharded(data: dict[str, Tensor]) -> Any:
     return _explain(data, *sides, **mine, tp_group=dist.group.WORLD)
 
 
+def _explain_other_reports(data: dict[str, Tensor], changed: str) -> str:
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    logits = data["logits"].chunk(world, -1)[rank]
+    given = {
+        "train_logprobs": _reported(data, Settings()),
+        "rollout_logprobs": _reported(data, Settings(bf16_logits=True)),
+        "target": data["target"],
+        "temperature": 1.0,
+    }
+    if rank == 1:
+        given[changed] = given[changed] + 1
+    try:
+        explain_mismatch(**given, logits=logits, tp_group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("changed", ["train_logprobs", "rollout_logprobs", "target", "temperature"])
+def test_other_reports_on_a_rank_raise_on_every_rank(data: dict[str, Tensor], changed: str) -> None:
+    """The search goes by their values: ranks that search on would wait for each other."""
+    for found in get_pool(2).run(_explain_other_reports, data, changed, timeout=60):
+        assert found.startswith(f"{changed}: expected the same on every rank of the TP group, got ")
+
+
 def _without_a_group() -> tuple[float, Settings]:
     with megatron(tp=2) as parallel_state:
         logits, target = torch.randn(2, 16, 48), torch.arange(32).view(2, 16) + 16

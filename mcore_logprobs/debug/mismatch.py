@@ -41,6 +41,7 @@ from mcore_logprobs.checks import (
     check_top_k,
     check_top_p,
 )
+from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.debug.dump_file import number_of, read_dump, whole_number_of
 from mcore_logprobs.debug.mismatch_result import (
     CAUSES,
@@ -60,6 +61,7 @@ from mcore_logprobs.debug.mismatch_search import (
     check_vocab_size,
     distance,
 )
+from mcore_logprobs.groups import resolve_tp_group
 
 _BEYOND_ROUNDING = 0.1  # nats, mean |.|: more than rounding in the layers makes
 
@@ -123,12 +125,13 @@ def explain_mismatch(
         search_tokens: how many tokens, spread evenly, the search looks at.
 
     Collectives, over TP: those of `vocab_parallel_sampling_logprobs` and `vocab_parallel_gather`,
-    some 50 calls a side. For a look at a run, not for a hot path; the host reads values back.
+    some 50 calls per side. For a look at a run, not for a hot path; the host reads values back.
 
     Raises:
         ValueError: shapes, dtypes or settings that do not fit; no token that counts, or one whose
             target is outside the vocabulary; stale_*, float32_* or rollout_* without logits or
-            hidden.
+            hidden. At the first call with a width, on every rank of tp_group: other settings,
+            reports, targets or tokens on one of them.
     """
     arguments = dict(locals())  # the arguments by name
     check_count("search_tokens", search_tokens)
@@ -159,6 +162,10 @@ def explain_mismatch(
         vocab_size=vocab_size,
         tp_group=tp_group,
     )
+    reports = {"train_logprobs": batch.train, "rollout_logprobs": batch.rollout}
+    given = arguments | reports | {"target": batch.target, "mask": batch.positions}
+    with comparing("explain_mismatch", lambda: given):
+        check_call(fresh.width, resolve_tp_group(tp_group), fresh.flat.device)
     batch.check_ids(rows.ids)
     for side, settings in known.items():
         for name, source, prefix in (

@@ -21,6 +21,7 @@ from mcore_logprobs.checks import (
     one_of,
 )
 from mcore_logprobs.consistency import check_call, comparing
+from mcore_logprobs.kernels.chunk import acc_dtype
 from mcore_logprobs.losses.per_token import (
     KL,
     check_shape,
@@ -140,7 +141,7 @@ class TokenLoss(SuggestsFields):
         """
 
         def same() -> dict[str, object]:
-            dtypes = [logprobs.dtype, old_logprobs.dtype]
+            dtypes = [logprobs.dtype, old_logprobs.dtype, acc_dtype(advantages.dtype)]
             return {"objective": type(self).__name__, "settings": self, "dtypes": dtypes}
 
         waited_for = self._of_batch or self.passes == 1  # the others do not know that it is wrong

@@ -23,7 +23,8 @@ def all_to_all_vp2sp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
     Collectives: one all-to-all over TP, forward and backward, of x's size.
 
     Raises:
-        ValueError: x is not 2-D or a DTensor, or n is not divisible by TP.
+        ValueError: x is not 2-D or a DTensor, or n is not divisible by TP; at a first call, on
+            every rank, another shape or dtype on one of them.
     """
     group, size = _check(x, tp_group, sharded=True)
     rows, width = x.shape
@@ -44,7 +45,8 @@ def all_to_all_sp2vp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
     Collectives: one all-to-all over TP, forward and backward, of x's size.
 
     Raises:
-        ValueError: x is not 2-D or a DTensor, or V is not divisible by TP.
+        ValueError: x is not 2-D or a DTensor, or V is not divisible by TP; at a first call, on
+            every rank, another shape or dtype on one of them.
     """
     group, size = _check(x, tp_group, sharded=False)
     rows, vocab = x.shape
@@ -65,7 +67,7 @@ def _check(
     size = group_size(group)
     if group is not None:
         name = "all_to_all_vp2sp" if sharded else "all_to_all_sp2vp"
-        with comparing(name, lambda: {"logits": x}):
+        with comparing(name, lambda: {"logits": x, "dtype": x.dtype}):
             check_call(x.shape[1] if sharded else x.shape[1] // size, group, x.device)
     return group, size
 
