@@ -5,8 +5,9 @@ rank's columns begin. With `sequence_parallel=True` forgotten, each rank has oth
 first call of an operation with a width on a group each rank posts in the group's key-value store,
 and compares with the others: its width, its options (a temperature, a top k), a hash of each
 integer tensor (targets, ids, rows, masks) and of a temperature for each token, the tokens' shape of
-given logits, whether sums are in float64, and without sequence parallelism a few values of the
-hidden states, which may differ by rounding.
+given logits, whether sums are in float64, whether the hidden states and a LoRA's A require a
+gradient, and without sequence parallelism a few values of the hidden states, which may differ by
+rounding.
 No collective is made. The first call waits for the device; later calls look in a set. In a CUDA
 graph's capture no values are compared, in what `torch.compile` traces nothing is.
 
@@ -67,6 +68,8 @@ _SHARDED = ("logits", "hidden", "weight", "bias", "lora")
 # What an option is; of these, what concerns only the rank that has it.
 _OPTIONS = (bool, int, float, str, torch.dtype, type(None))
 _OF_ONE_RANK = ("saved_bytes", "backend", "inplace_backward")
+# What ranks exchange a gradient of, by the end of its name: A is the first of a LoRA.
+_EXCHANGED = ("hidden", "lora[0]")
 # What `explain_mismatch` searches by: its next collective depends on these values.
 _REPORTS = ("train_logprobs", "rollout_logprobs")
 # Along each dimension of hidden states, how many values are compared; and by how much of their norm
@@ -169,6 +172,15 @@ def check_call(width: int | None, group: ProcessGroup | None, device: torch.devi
         take_back_reason(group, own)
 
 
+def wants_gradient(x: Tensor) -> bool:
+    """Whether the backward of a call gives x a gradient.
+
+    Where ranks exchange it, all of them have to want it: one that does not is not in the backward's
+    collective.
+    """
+    return x.requires_grad and torch.is_grad_enabled()
+
+
 def _blame(reason: str, group: ProcessGroup) -> None:
     own = _blamed.get(group, "")
     _blamed[group] = reason if leave_reason(group, reason) else own
@@ -241,7 +253,9 @@ class _Posted:
                 if name.rpartition(".")[2] not in _OF_ONE_RANK:
                     self.options[name] = _value(name, value)
             elif isinstance(value, Tensor):
-                self.options[name] = "a tensor"
+                sent = name.endswith(_EXCHANGED) and not name.startswith("teacher")
+                learns = sent and wants_gradient(value)
+                self.options[name] = "a tensor that requires a gradient" if learns else "a tensor"
                 if not (value.is_meta or is_traced(value)):  # those have no values
                     self._add_tensor(name, value, in_parts=in_parts)
 
@@ -440,10 +454,7 @@ def _value(name: str, value: object) -> str:
     if isinstance(value, ProcessGroup):
         return ""
     if isinstance(value, Tensor):
-        # If only one rank wants a gradient, the others are not in its backward's collectives.
-        learns = (
-            " that requires a gradient" if value.requires_grad and torch.is_grad_enabled() else ""
-        )
+        learns = " that requires a gradient" if wants_gradient(value) else ""
         value = getattr(value, "_local_tensor", value).detach()  # of a DTensor
         text = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{learns}"
         sharded = value.is_floating_point() and any(part in name for part in _SHARDED)

@@ -37,6 +37,12 @@ def call(operation: str, width: int, **changes: Any) -> Any:
     logits = logits.to(changes.pop("dtype", logits.dtype))
     target = changes.pop("target", torch.arange(rows) * 5)
     hidden = changes.pop("hidden", torch.randn(ROWS, HIDDEN))
+    lora = (torch.ones(2, HIDDEN), torch.ones(width, 2), 1.0)
+    for name, tensor in (("logits", logits), ("hidden", hidden), ("weight", weight)):
+        tensor.requires_grad_(name in changes.get("learns", ""))
+    if "A" in (learns := changes.pop("learns", "")):
+        changes["lora"] = lora
+        lora[0].requires_grad_(learns == "A that learns")
     common = {"tp_group": dist.group.WORLD} | changes
     ids = target.unsqueeze(-1)
     calls = {
@@ -62,7 +68,7 @@ def call(operation: str, width: int, **changes: Any) -> Any:
             weight, dim=0, source_group=dist.group.WORLD, **common
         ),
         "vp2sp": lambda: all_to_all_vp2sp(logits, **common),
-        "sp2vp": lambda: all_to_all_sp2vp(torch.randn(ROWS, 2 * width), **common),
+        "sp2vp": lambda: all_to_all_sp2vp(logits.repeat(1, 2), **common),
     }
     return calls[operation]()
 
@@ -345,6 +351,36 @@ def test_other_numbers_of_tokens_on_a_rank_raise_on_every_rank(ranks, operation)
             "logits: expected the same on every rank of the TP group, got [4, V/TP] on rank 0, [0"
         )
         assert said in found
+
+
+@pytest.mark.parametrize(
+    ("operation", "learns", "name"),
+    [
+        ("linear_token_stats", ["", "hidden"], "hidden"),
+        ("linear_policy_loss", ["", "hidden"], "hidden"),
+        ("linear_topk", ["a fixed A", "A that learns"], "lora[0]"),
+        ("vp2sp", ["", "logits"], "x.requires_grad"),
+        ("sp2vp", ["", "logits"], "x.requires_grad"),
+    ],
+)
+def test_a_gradient_that_is_wanted_on_one_rank_raises_on_every_rank(ranks, operation, learns, name):
+    """Its collective in the backward would wait for the others'."""
+    for found in ranks(2).run(first_calls, operation, {"learns": learns}, timeout=20):
+        assert found.startswith(f"{name}: expected the same on every rank of the TP group, got")
+        assert "a gradient on rank 1" in found or "True on rank 1" in found
+
+
+def a_gradient_that_no_call_asks_for() -> str:
+    consistency._agreed.clear()
+    with torch.no_grad():
+        return message("linear_topk", 12, learns="hidden" if dist.get_rank() else "")
+
+
+def test_what_may_differ_of_what_requires_a_gradient(ranks):
+    """The weight's gradient is each rank's own, and without grad mode there is none."""
+    weights = {"learns": ["", "weight"]}
+    assert ranks(2).run(first_calls, "linear_topk", weights, timeout=20) == ["", ""]
+    assert ranks(2).run(a_gradient_that_no_call_asks_for, timeout=20) == ["", ""]
 
 
 def test_what_is_sent_as_it_is_has_one_dtype(ranks):

@@ -109,6 +109,16 @@ def test_a_first_call_that_one_rank_refuses_raises_on_every_rank(ranks, world):
 DIFFERENT: list[tuple[str, dict[str, Any], str]] = [
     ("gather", {"x": X[:1]}, "x.shape: {} [2, 8] on rank 0, [1, 8] on rank 1"),
     ("gather", {"x": X.double()}, "x.dtype: {} torch.float32 on rank 0, torch.float64 on rank 1"),
+    (
+        "gather",
+        {"x": X.clone().requires_grad_()},
+        "x.requires_grad: {} False on rank 0, True on rank 1",
+    ),
+    (
+        "shift",
+        {"x": X.clone().requires_grad_()},
+        "x.requires_grad: {} False on rank 0, True on rank 1",
+    ),
     ("gather", {"layout": "contiguous"}, "layout: {} 'zigzag' on rank 0, 'contiguous' on rank 1"),
     ("gather", {"grad": "slice"}, "grad: {} 'sum' on rank 0, 'slice' on rank 1"),
     ("gather", {"cu_seqlens": torch.tensor([0, 8, 16])}, "cu_seqlens: {} (2,) int64 [0, 16] hash"),

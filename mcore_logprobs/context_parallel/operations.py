@@ -23,7 +23,7 @@ from mcore_logprobs.collectives import (
     once_differentiable,
     reduce_scatter_dim0,
 )
-from mcore_logprobs.consistency import check_call, comparing
+from mcore_logprobs.consistency import check_call, comparing, wants_gradient
 from mcore_logprobs.context_parallel.layouts import SequenceLayout, check_lengths
 from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group
 from mcore_logprobs.spelling import suggesting
@@ -353,8 +353,8 @@ def _layout_of_local(
 
 def _same_on_every_rank(x: Tensor, dim: int, where: SequenceLayout) -> dict[str, object]:
     """What ranks compare of a call; of x only what says how much is sent."""
-    sent = {"x.shape": list(x.shape), "x.dtype": x.dtype, "seq_dim": dim}
-    return {**sent, "cu_seqlens": where.sequences}
+    sent = {"x.shape": list(x.shape), "x.dtype": x.dtype, "x.requires_grad": wants_gradient(x)}
+    return {**sent, "seq_dim": dim, "cu_seqlens": where.sequences}
 
 
 def _select(x: Tensor, dim: int, index: Tensor) -> Tensor:
