@@ -100,6 +100,19 @@ case "${1:-}" in
         ;;
 esac
 
+# Bytecode is compiled by each process that imports a module before another has written it: here once,
+# while mypy leaves a core idle, for the three processes below.
+compile_imports() {
+    [ -f "$VIRTUAL_ENV/.imports_stamp" ] && return
+    python -W ignore -c "import torch._inductor.compile_fx, torch.distributed.tensor, pytest, triton
+import transformers.generation.utils, transformers.models.llama.modeling_llama
+import megatron.core.optimizer, megatron.core.pipeline_parallel.schedules
+import megatron.core.models.gpt.gpt_layer_specs, megatron.core.models.multimodal.llava_model
+import megatron.core.distributed.fsdp.mcore_fsdp_adapter" && touch "$VIRTUAL_ENV/.imports_stamp"
+}
+compile_imports >/dev/null 2>&1 &
+imports=$!
+
 failed=""
 stage() {  # stage NAME COMMAND...: runs the command and remembers whether it failed
     local name=$1
@@ -112,8 +125,8 @@ trap 'rm -rf "$logs"' EXIT
 # Three processes share the cores: gloo ranks wait for each other, and another's work fills the gaps.
 # The third has what these two leave.
 parts=(
-    "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel tests/examples tests/test_mismatch.py tests/test_audit.py tests/test_docs.py tests/test_costs_of_operations.py tests/test_costs_hidden.py tests/test_messages.py tests/test_nan_rows.py"
-    "tests/kernels tests/test_tracing.py tests/test_outlived.py"
+    "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel tests/examples tests/test_mismatch.py tests/test_audit.py tests/test_docs.py tests/gpu tests/test_costs_hidden.py tests/test_messages.py tests/test_nan_rows.py"
+    "tests/kernels tests/trainers tests/test_costs_of_operations.py tests/test_tracing.py tests/test_outlived.py"
 )
 tests() {
     if [ "$#" -gt 0 ]; then
@@ -144,6 +157,8 @@ stage ruff-format python -m ruff format --check .
 pages() { python -m ruff format --check --line-length 76 ./*.md docs/*.md docs/*/*.md; }
 stage ruff-pages pages
 stage mypy python -m mypy
+wait "$imports"  # one that fails is a test's to report
+[ "$#" -gt 0 ] || { bash docs/build.sh >"$logs/docs" 2>&1 & site=$!; }  # while tests run
 stage pytest tests "$@"
 # The rest runs on the CPU, where there are GPUs too.
 if [ "$#" -eq 0 ] && python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
@@ -182,8 +197,9 @@ many_blocks() (  # two processes: after the tests of models torch.compile does n
 [ -z "${all:-}" ] || for triton in $tritons; do stage "triton-$triton" older_triton "$triton"; done
 [ -z "${all:-}" ] || stage trainers python -m tests.trainers
 [ -z "${all:-}" ] || stage peers python -m tests.peers
-[ "$#" -gt 0 ] || stage docs bash docs/build.sh
+site() { wait "$site"; local status=$?; cat "$logs/docs"; return "$status"; }
+[ "$#" -gt 0 ] || stage docs site
 
 echo "== stages failed:${failed:- none}"
-tail -q -n 1 "$logs"/*
+tail -q -n 1 "$logs"/[0-9]*
 [ -z "$failed" ]

@@ -228,8 +228,8 @@ def test_what_the_guarantees_of_a_head_run_is_what_a_call_runs(monkeypatch) -> N
 def test_a_head_of_another_size() -> None:
     """The checks ask for no size of their own: a GPU's are those of a real model's head."""
     # Logits of the size that a head's have: the checks take exp of them, and powers of that.
-    hidden, weight = torch.randn(15, 96), torch.randn(8 * 1024, 96) * 96**-0.5
-    found = dict(invariance._hidden_checks(hidden, weight, torch.arange(15) * 500))
+    hidden, weight = torch.randn(15, 96), torch.randn(8 * 2048, 96) * 96**-0.5
+    found = dict(invariance._hidden_checks(hidden, weight, torch.arange(15) * 1000))
     assert len(found) == 5
     assert set(found.values()) == {True}
 

@@ -282,6 +282,7 @@ def _updates(out: str, device: str) -> list[tuple[float, float]]:
         return [(record.loss, record.grad_norm) for record in run_steps(trainer)]
 
 
+@pytest.mark.night
 def test_the_optimizer_of_a_gpu_takes_the_same_steps(ranks: Ranks, tmp_path: Path) -> None:
     """Several updates, of several micro-batches: none finds what the one before left."""
     on_cpu, on_gpu = (

@@ -115,6 +115,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.night
 def test_a_wrong_operation_is_caught() -> None:
     """A tensor that is made on the CPU fails the case, and the line reruns it."""
     printed = python("-c", MISTAKE)

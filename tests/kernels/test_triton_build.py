@@ -47,10 +47,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def _built_by_day(case: Case) -> bool:
-    """Of one side the least and the most; of two one kind, and another under a softcap."""
-    if case.sides == 1:
-        return "entropy" not in case.what
-    return case.name.endswith(" jsd") or (case.what == "softcap" and case.name.endswith(" forward"))
+    """The most of each: public operations below launch the least."""
+    kind = case.name.rpartition(" ")[2]
+    return case.what == "softcap" and (case.sides == 1 or kind in ("forward", "jsd"))
 
 
 @pytest.mark.parametrize(
@@ -358,12 +357,12 @@ def test_codes_and_scaling_are_wide_and_spill_nothing(
             case,
             id=f"{target}, {case.name}, {case.what}, {case.dtypes}",
             marks=()
-            if target == "gfx942" and case.what == "softcap" and _built_by_day(case)
+            if target == "gfx942" and _built_by_day(case) and "fp32" not in case.dtypes
             else pytest.mark.night,
         )
         for target in AMD_TARGETS
         for case in cases(1 << 14)
-        if case.what == "softcap" or _built_by_day(case)
+        if case.what in ("softcap", "logprob")
     ],
 )
 def test_kernels_fit_an_amd_gpu(target: str, case: Case) -> None:

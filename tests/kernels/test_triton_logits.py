@@ -92,9 +92,20 @@ def fits(setting: dict[str, Any]) -> bool:
     return not narrow or setting.get("dtype", "float32") == "float32"
 
 
+@pytest.mark.parametrize("setting", covering(AXES, fits, involving=["shape"]), ids=setting_id)
+@interpreted
+def test_every_setting_at_every_shape(setting):
+    run_setting(setting)
+
+
+@pytest.mark.night
 @pytest.mark.parametrize("setting", covering(AXES, fits), ids=setting_id)
 @interpreted
 def test_every_pair_of_settings(setting):
+    run_setting(setting)
+
+
+def run_setting(setting: dict[str, Any]) -> None:
     rows, width = setting["shape"]
     logits = make_logits(rows, width, getattr(torch, setting["dtype"]), setting["kind"])
     if setting["layout"]:

@@ -70,9 +70,20 @@ def fits(setting: dict[str, Any]) -> bool:
     return not other and not (holes and len(capped) == 2)
 
 
+@pytest.mark.parametrize("setting", covering(AXES, fits, involving=["shape"]), ids=setting_id)
+@interpreted
+def test_every_setting_at_every_shape(setting):
+    run_setting(setting)
+
+
+@pytest.mark.night
 @pytest.mark.parametrize("setting", covering(AXES, fits), ids=setting_id)
 @interpreted
 def test_every_pair_of_settings(setting):
+    run_setting(setting)
+
+
+def run_setting(setting: dict[str, Any]) -> None:
     rows, width = setting["shape"]
     sides = []
     for side, dtype in zip(("student", "teacher"), setting["dtypes"], strict=True):

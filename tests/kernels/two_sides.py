@@ -66,9 +66,9 @@ def check_pair(
             assert torch.equal(side.logits.nan_to_num(7.0), copy.nan_to_num(7.0)), "modified"
 
 
-def far_apart(kind: str, width: int) -> tuple[Chunk, Chunk]:
+def far_apart(kind: str, width: int, padding: int = 0) -> tuple[Chunk, Chunk]:
     """(student, teacher) of which one has finite logits far below -1e4, maxima apart."""
-    near, far = torch.randn(2, 3, width, device=DEVICE)
+    near, far = torch.randn(2, 3, width + padding, device=DEVICE)
     far[:, 1] = torch.tensor([-12_000.0, -30_000.0, -2e6], device=DEVICE)
     far[:, 5] += 9.0
     student, teacher = (near, far) if kind == "reverse" else (far, near)
@@ -78,13 +78,13 @@ def far_apart(kind: str, width: int) -> tuple[Chunk, Chunk]:
 LEAST = torch.finfo(torch.float32).min
 
 
-def masked_with_numbers(kind: str, width: int) -> tuple[Chunk, Chunk]:
+def masked_with_numbers(kind: str, width: int, padding: int = 0) -> tuple[Chunk, Chunk]:
     """(student, teacher) of which one or both have columns that large negative numbers mask.
 
     What weighs has probability 0 there, so that the divergence is moderate. Rows differ in which
     columns these are, and in the numbers.
     """
-    student, teacher = torch.randn(2, 16, width, device=DEVICE)
+    student, teacher = torch.randn(2, 16, width + padding, device=DEVICE)
     by_teacher = kind in ("forward", "cross_entropy")
     weighs, other = (teacher, student) if by_teacher else (student, teacher)
     for row, (own, others) in enumerate(
