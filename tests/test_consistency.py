@@ -38,9 +38,11 @@ def call(operation: str, width: int, **changes: Any) -> Any:
     target = changes.pop("target", torch.arange(rows) * 5)
     hidden = changes.pop("hidden", torch.randn(ROWS, HIDDEN))
     lora = (torch.ones(2, HIDDEN), torch.ones(width, 2), 1.0)
+    learns = changes.pop("learns", "")
     for name, tensor in (("logits", logits), ("hidden", hidden), ("weight", weight)):
-        tensor.requires_grad_(name in changes.get("learns", ""))
-    if "A" in (learns := changes.pop("learns", "")):
+        if name in learns:
+            tensor.requires_grad_()
+    if "A" in learns:
         changes["lora"] = lora
         lora[0].requires_grad_(learns == "A that learns")
     common = {"tp_group": dist.group.WORLD} | changes

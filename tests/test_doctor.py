@@ -222,6 +222,61 @@ def test_some_rows_of_a_batch(tmp_path, wrong, said) -> None:
     assert checked(tmp_path, input_ids=ids, labels=labels) == []
 
 
+ROLLED = "labels: expected ignore_index or the text's next token, got the "
+
+
+def test_labels_that_come_from_the_start_of_a_row(tmp_path) -> None:
+    """Of three rows; a label of one is ignored."""
+    ids = torch.arange(36).view(3, 12)
+    labels = ids.roll(-1, 1)
+    labels[2, -1] = -100
+    (problem,) = checked(tmp_path, input_ids=ids, labels=labels)
+    assert problem.startswith(ROLLED + "row's first token at the end of 2 of 2 rows: torch.roll")
+    labels[1, -1] = 3
+    assert checked(tmp_path, input_ids=ids, labels=labels) == []
+    mask = torch.arange(12).expand(3, 12) < 11
+    assert checked(tmp_path, input_ids=ids, labels=ids.roll(-1, 1), loss_mask=mask) == []
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_labels_that_come_from_the_next_packed_sequence(tmp_path, rows) -> None:
+    ids = torch.arange(rows * 24).view(rows, 24)
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    packed = {"input_ids": ids, "labels": labels, "cu_seqlens": torch.tensor([0, 5, 5, 12, 24])}
+    (problem,) = checked(tmp_path, **packed)
+    total = 2 * rows
+    assert problem.startswith(
+        f"{ROLLED}next one's first token at the end of {total} of {total} packed sequences: torch"
+    )
+    assert "context_parallel_shift(input_ids, cu_seqlens=..., fill=-100)" in problem
+    for last in (-100, 1):
+        labels[:, [4, 11]] = last
+        assert checked(tmp_path, **packed) == []
+
+
+def test_a_first_token_that_may_also_end_a_text(tmp_path) -> None:
+    """As <|endoftext|> does: told, and no mistake."""
+    ids = torch.arange(24).view(2, 12)
+    ids[:, 0] = ids[:, 6] = 50256
+    torch.save(
+        {
+            "input_ids": ids,
+            "labels": ids.roll(-1, 1),
+            "cu_seqlens": torch.tensor([0, 6, 12], dtype=torch.int32),
+        },
+        tmp_path / "batch.pt",
+    )
+    report = check_batch(tmp_path / "batch.pt")
+    assert report.problems == []
+    right = "50256: right only if it also ends a text"
+    for place in (
+        f"the row's first token at the end of 2 of 2 rows, {right}",
+        f"the next one's first token at the end of 2 of 2 packed sequences, {right}",
+    ):
+        assert f"the label is {place}" in report.facts
+
+
 def test_few_labels_that_happen_to_be_the_token_before(tmp_path) -> None:
     """Classification: one label per sequence, which says nothing of a shift."""
     labels = torch.full_like(IDS, -100)
@@ -263,6 +318,24 @@ def test_labels_shifted_back_in_repetitive_text(tmp_path, sequence) -> None:
             "loss_mask: expected finite numbers, got 24 that are not",
         ),
         (
+            {"input_ids": IDS, "labels": NEXT, "cu_seqlens": torch.tensor([0, 7, 13])},
+            "cu_seqlens: expected integers [n + 1] that rise from 0 to at most 12, the length of "
+            "a row, got torch.int64 (3,) [0, 7, 13]",
+        ),
+        (
+            {"input_ids": IDS, "labels": NEXT, "cu_seqlens": torch.tensor([0, 7, 5])},
+            "cu_seqlens: expected integers [n + 1] that rise from 0",
+        ),
+        (
+            {"input_ids": IDS, "labels": NEXT, "cu_seqlens": torch.tensor([[0, 12]])},
+            "got torch.int64 (1, 2)",
+        ),
+        (
+            {"input_ids": IDS, "labels": NEXT, "cu_seqlens": torch.zeros(0, dtype=torch.int32)},
+            "got torch.int32 (0,) []",
+        ),
+        ({"input_ids": IDS, "labels": NEXT, "cu_seqlens": [0, 12]}, "got list"),
+        (
             {"input_ids": IDS, "labels": NEXT, "vocab_size": 10**30},
             f"vocab_size: expected a whole number of 64 bits, got {10**30}",
         ),
@@ -293,6 +366,13 @@ def test_labels_shifted_back_in_repetitive_text(tmp_path, sequence) -> None:
     ],
     ids=[
         *("no labels", "no integers", "shapes", "a list", "a word", "not a number", "a NaN mask"),
+        *(
+            "offsets past a row",
+            "falling offsets",
+            "offsets by row",
+            "no offsets",
+            "a list of them",
+        ),
         *("a huge size", "a huge index", "bools", "complex", "sparse ids", "sparse labels", "meta"),
     ],
 )

@@ -31,12 +31,14 @@ class BatchReport:
 def check_batch(path: str | PathLike[str]) -> BatchReport:
     """Check `input_ids` and `labels`, `[b, s]` integers each, in a .pt or .npz file.
 
-    The file may also have `loss_mask` `[b, s]`, 0 where a token has no loss, and numbers:
-    `vocab_size` (the tokenizer's) and `ignore_index` (default -100). Other keys are left alone.
+    The file may also have `loss_mask` `[b, s]`, 0 where a token has no loss, `cu_seqlens`
+    `[n + 1]`, where packed sequences begin in each row, and numbers: `vocab_size` (the tokenizer's)
+    and `ignore_index` (default -100). Other keys are left alone.
 
     Raises:
-        ValueError: the file has no such tensors, they have different shapes or hold no values, or
-            a number is not whole or needs more than 64 bits.
+        ValueError: the file has no such tensors, they have different shapes or hold no values,
+            cu_seqlens are no offsets into a row, or a number is not whole or needs more than 64
+            bits.
     """
     dump = read_dump(path)
     for name in ("input_ids", "labels"):
@@ -64,6 +66,7 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
     if not labels.numel():
         shape = tuple(input_ids.shape)
         return BatchReport([], [f"input_ids: expected at least one token, got shape {shape}"])
+    starts = _starts(path, dump.get("cu_seqlens"), input_ids.shape[1])
     ignore_index = whole_number_of(path, dump, "ignore_index", -100)
     vocab_size = whole_number_of(path, dump, "vocab_size")
     assert ignore_index is not None
@@ -78,6 +81,8 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
     problems = _of_counts(given, counted, ignore_index)
     of_shift = _of_shift(input_ids, labels, counted, ignore_index)
     problems += of_shift or _of_rows(input_ids, labels, counted, ignore_index)
+    if not of_shift:
+        problems += _of_ends(input_ids, labels, counted, starts, facts)
     problems += _of_ids(input_ids, labels[given], vocab_size, facts)
     return BatchReport(facts, problems)
 
@@ -91,6 +96,26 @@ def _check_dense(path: str | PathLike[str], name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else tensor.layout
         raise ValueError(f"{path}: {name}: expected a dense tensor with values, got a {kind} one")
+
+
+def _starts(path: str | PathLike[str], cu_seqlens: object, length: int) -> Tensor:
+    """Where packed sequences begin within a row, behind its first token."""
+    if cu_seqlens is None:
+        return torch.zeros(0, dtype=torch.int64)
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and _holds_integers(cu_seqlens):
+        _check_dense(path, "cu_seqlens", cu_seqlens)
+        offsets = cu_seqlens.long()
+        rises = offsets.numel() > 0 and bool((offsets.diff() >= 0).all())
+        if rises and offsets[0] == 0 and offsets[-1] <= length:
+            return offsets[(offsets > 0) & (offsets < length)].unique()
+    got = type(cu_seqlens).__name__
+    if isinstance(cu_seqlens, Tensor):
+        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        got += f" {cu_seqlens.tolist()[:8]}" if cu_seqlens.dim() == 1 else ""
+    raise ValueError(
+        f"{path}: cu_seqlens: expected integers [n + 1] that rise from 0 to at most {length}, the "
+        f"length of a row, got {got}"
+    )
 
 
 def _of_counts(given: Tensor, counted: Tensor, ignore_index: int) -> list[str]:
@@ -150,6 +175,35 @@ def _of_rows(input_ids: Tensor, labels: Tensor, counted: Tensor, ignore_index: i
     first = next(iter(found))
     rows = f"{len(found)} of {len(labels)} rows, {list(found)[:8]}"
     return [f"{rows}, differ from the others; row {first}: {found[first]}"]
+
+
+def _of_ends(
+    input_ids: Tensor, labels: Tensor, counted: Tensor, starts: Tensor, facts: list[str]
+) -> list[str]:
+    """Problems of labels that `torch.roll` has brought from the start of a row, or of the next
+    packed sequence; what may be an end of text goes to the facts.
+    """
+    places = (
+        (torch.tensor([input_ids.shape[1] - 1]), torch.tensor([0]), "row", "the row's"),
+        (starts - 1, starts, "packed sequence", "the next one's"),
+    )
+    problems = []
+    for last, first, what, whose in places:
+        counts = counted[:, last]
+        brought, found = input_ids[:, first][counts], labels[:, last][counts]
+        same, total = int((found == brought).sum()), int(counts.sum())
+        if not total or same < _NEARLY_ALL * total:
+            continue
+        where = f"{whose} first token at the end of {same} of {total} {what}s"
+        if len(brought.unique()) > 1:
+            problems.append(
+                f"labels: expected ignore_index or the text's next token, got {where}: torch.roll "
+                "does that, context_parallel_shift(input_ids, cu_seqlens=..., fill=-100) does not"
+            )
+        else:
+            token = int(brought[0])
+            facts.append(f"the label is {where}, {token}: right only if it also ends a text")
+    return problems
 
 
 def _share(input_ids: Tensor, labels: Tensor, counted: Tensor, ahead: int) -> float:

@@ -41,7 +41,7 @@ def doctor(argv: Sequence[str] | None = None) -> int:
         "--batch",
         metavar="FILE",
         help="also check a training batch: a .pt or .npz file with input_ids and labels [b, s], "
-        "and if you like loss_mask [b, s], vocab_size and ignore_index",
+        "and if you like loss_mask [b, s], cu_seqlens [n + 1], vocab_size and ignore_index",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse(arguments)

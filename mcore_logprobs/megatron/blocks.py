@@ -18,6 +18,8 @@ P = ParamSpec("P")
 class Block(contextlib.AbstractContextManager[None]):
     """A context manager; one that is dropped before it was entered warns."""
 
+    _entered = True  # so that one whose `__init__` is interrupted does not warn
+
     def __init__(self, name: str, context: contextlib.AbstractContextManager[None]) -> None:
         self._name, self._context, self._entered = name, context, False
 
