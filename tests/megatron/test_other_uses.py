@@ -287,6 +287,35 @@ def test_checkpoints_of_calls_with_the_same_labels() -> None:
             outside.backward()
 
 
+def prompt_of_an_engine(tp: int, sequence_parallel: bool) -> bool:
+    """Whether a patched model gives an engine's context the logits that it gives unpatched."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    with megatron(tp=tp), torch.no_grad():
+        config = tiny_config(tp, num_layers=1, sequence_parallel=sequence_parallel)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB).eval()
+        ids, position = torch.arange(16).view(2, 8) * 5, torch.arange(8).expand(2, 8)
+
+        def logits(last_only: bool) -> Tensor:
+            context = StaticInferenceContext(2, 16)
+            context.materialize_only_last_token_logits = last_only
+            given: Any = {"inference_context": context, "runtime_gather_output": True}
+            return model(ids, position, None, **given)
+
+        expected = [logits(True), logits(False)]
+        found = []
+        for kind in ("real", "lazy"):
+            with patch_gpt_model(model, LogprobConfig(logits=kind)):
+                found += [logits(True), logits(False)]
+        pairs = zip(found, 2 * expected, strict=True)
+        return all(type(got) is Tensor and torch.equal(got, want) for got, want in pairs)
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_an_inference_engine_gets_megatron_s_logits(ranks, tp: int, sequence_parallel: bool):
+    assert ranks(tp).run(prompt_of_an_engine, tp, sequence_parallel) == [True] * tp
+
+
 def test_a_block_is_entered_once() -> None:
     with megatron():
         handle = patch_gpt_model(gpt())
