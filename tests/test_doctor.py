@@ -334,6 +334,11 @@ def test_labels_shifted_back_in_repetitive_text(tmp_path, sequence) -> None:
             {"input_ids": IDS, "labels": NEXT, "cu_seqlens": torch.zeros(0, dtype=torch.int32)},
             "got torch.int32 (0,) []",
         ),
+        (
+            {"input_ids": IDS, "labels": NEXT, "cu_seqlens": torch.ones(3).to_sparse()},
+            "cu_seqlens: expected a dense tensor with values, got a torch.sparse_coo one",
+        ),
+        ({"input_ids": IDS, "labels": NEXT, "cu_seqlens": torch.ones(3)}, "torch.float32 (3,)"),
         ({"input_ids": IDS, "labels": NEXT, "cu_seqlens": [0, 12]}, "got list"),
         (
             {"input_ids": IDS, "labels": NEXT, "vocab_size": 10**30},
@@ -371,6 +376,8 @@ def test_labels_shifted_back_in_repetitive_text(tmp_path, sequence) -> None:
             "falling offsets",
             "offsets by row",
             "no offsets",
+            "sparse offsets",
+            "offsets of floats",
             "a list of them",
         ),
         *("a huge size", "a huge index", "bools", "complex", "sparse ids", "sparse labels", "meta"),

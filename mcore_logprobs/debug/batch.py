@@ -102,16 +102,16 @@ def _starts(path: str | PathLike[str], cu_seqlens: object, length: int) -> Tenso
     """Where packed sequences begin within a row, behind its first token."""
     if cu_seqlens is None:
         return torch.zeros(0, dtype=torch.int64)
-    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and _holds_integers(cu_seqlens):
-        _check_dense(path, "cu_seqlens", cu_seqlens)
-        offsets = cu_seqlens.long()
-        rises = offsets.numel() > 0 and bool((offsets.diff() >= 0).all())
-        if rises and offsets[0] == 0 and offsets[-1] <= length:
-            return offsets[(offsets > 0) & (offsets < length)].unique()
     got = type(cu_seqlens).__name__
     if isinstance(cu_seqlens, Tensor):
+        _check_dense(path, "cu_seqlens", cu_seqlens)
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-        got += f" {cu_seqlens.tolist()[:8]}" if cu_seqlens.dim() == 1 else ""
+        if cu_seqlens.dim() == 1 and _holds_integers(cu_seqlens):
+            offsets = cu_seqlens.long()
+            rises = offsets.numel() > 0 and bool((offsets.diff() >= 0).all())
+            if rises and offsets[0] == 0 and offsets[-1] <= length:
+                return offsets[(offsets > 0) & (offsets < length)].unique()
+            got += f" {offsets.tolist()[:8]}"
     raise ValueError(
         f"{path}: cu_seqlens: expected integers [n + 1] that rise from 0 to at most {length}, the "
         f"length of a row, got {got}"

@@ -251,6 +251,7 @@ def test_cache_on_disk_tells_instruction_sets_apart(
     assert made == [1, 0 if one else 1, 0]
 
 
+@pytest.mark.night  # three kernels of its own
 def test_more_of_torch_s_global_settings_than_a_code_object_has_variants_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
