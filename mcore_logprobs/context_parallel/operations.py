@@ -163,7 +163,8 @@ def context_parallel_gather(
     Raises:
         ValueError: as `context_parallel_shard`, and an unknown `grad`; before any communication. At
             the first call over a group on every rank, if one rank refuses its arguments, or if
-            ranks differ in shape, dtype, layout, grad or cu_seqlens.
+            ranks differ in layout, grad or cu_seqlens, in x's shape or dtype, or in whether x
+            requires a gradient.
     """
     group = resolve_cp_group(cp_group)
 

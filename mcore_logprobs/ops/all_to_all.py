@@ -24,7 +24,8 @@ def all_to_all_vp2sp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
 
     Raises:
         ValueError: x is not 2-D or a DTensor, or n is not divisible by TP; at a first call, on
-            every rank, another shape or dtype on one of them.
+            every rank, another shape or dtype on one of them, or an x that requires a gradient only
+            on some.
     """
     group, size = _check(x, tp_group, sharded=True)
     rows, width = x.shape
@@ -46,7 +47,8 @@ def all_to_all_sp2vp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
 
     Raises:
         ValueError: x is not 2-D or a DTensor, or V is not divisible by TP; at a first call, on
-            every rank, another shape or dtype on one of them.
+            every rank, another shape or dtype on one of them, or an x that requires a gradient only
+            on some.
     """
     group, size = _check(x, tp_group, sharded=False)
     rows, vocab = x.shape
