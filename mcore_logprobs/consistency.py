@@ -5,8 +5,8 @@ rank's columns begin. With `sequence_parallel=True` forgotten, each rank has oth
 first call of an operation with a width on a group each rank posts in the group's key-value store,
 and compares with the others: its width, its options (a temperature, a top k), a hash of each
 integer tensor (targets, ids, rows, masks) and of a temperature for each token, the tokens' shape of
-given logits, whether sums are in float64, whether the hidden states and a LoRA's A require a
-gradient, and without sequence parallelism a few values of the hidden states, which may differ by
+given logits, whether sums are in float64, whether tensors whose gradient the ranks exchange require
+one, and without sequence parallelism a few values of the hidden states, which may differ by
 rounding.
 No collective is made. The first call waits for the device; later calls look in a set. In a CUDA
 graph's capture no values are compared, in what `torch.compile` traces nothing is.
@@ -68,8 +68,6 @@ _SHARDED = ("logits", "hidden", "weight", "bias", "lora")
 # What an option is; of these, what concerns only the rank that has it.
 _OPTIONS = (bool, int, float, str, torch.dtype, type(None))
 _OF_ONE_RANK = ("saved_bytes", "backend", "inplace_backward")
-# What ranks exchange a gradient of, by the end of its name: A is the first of a LoRA.
-_EXCHANGED = ("hidden", "lora[0]")
 # What `explain_mismatch` searches by: its next collective depends on these values.
 _REPORTS = ("train_logprobs", "rollout_logprobs")
 # Along each dimension of hidden states, how many values are compared; and by how much of their norm
@@ -132,11 +130,18 @@ class comparing:
             _leave(error, self)
 
 
-def check_call(width: int | None, group: ProcessGroup | None, device: torch.device) -> None:
+def check_call(
+    width: int | None,
+    group: ProcessGroup | None,
+    device: torch.device,
+    exchanged: Mapping[str, object] | None = None,
+) -> None:
     """Called by the function that opens an operation's call, before whatever depends on the width.
 
     Args:
         width: columns of this rank's shard; None over a CP or data-parallel group.
+        exchanged: tensors whose gradient the backward sends, by name: a rank that wants none is not
+            in that collective.
 
     Collectives: none; with `MCORE_LOGPROBS_CHECK=1` one all-gather of 4 KiB over the group.
 
@@ -156,7 +161,7 @@ def check_call(width: int | None, group: ProcessGroup | None, device: torch.devi
         described = {"operation": call.operation}
         if width is not None:
             described["columns"] = str(width)
-        described |= _described("", call.arguments())
+        described |= _described("", call.arguments()) | _wanted(exchanged)
         _compare_arguments(described, _name(width), group, device)
     elif (key := (call.operation, width)) not in _agreed.get(group, ()):
         if group not in _agreed and group not in _blamed:
@@ -164,6 +169,7 @@ def check_call(width: int | None, group: ProcessGroup | None, device: torch.devi
         posted = _Posted(width, call.operation)
         if level != "0" and not _captured(device):
             posted.add(call.arguments())
+            posted.options |= _wanted(exchanged)
         by_all = _posted_by_all(posted, group, _patience(posted, device))
         _compare(by_all, _name(width))
         _agreed.setdefault(group, set()).add(key)
@@ -172,12 +178,13 @@ def check_call(width: int | None, group: ProcessGroup | None, device: torch.devi
         take_back_reason(group, own)
 
 
-def wants_gradient(x: Tensor) -> bool:
-    """Whether the backward of a call gives x a gradient.
+def _wanted(exchanged: Mapping[str, object] | None) -> dict[str, str]:
+    """Whether the backward gives each tensor a gradient."""
+    tensors = {name: x for name, x in (exchanged or {}).items() if isinstance(x, Tensor)}
+    return {f"{name}.requires_grad": str(_wants_gradient(x)) for name, x in tensors.items()}
 
-    Where ranks exchange it, all of them have to want it: one that does not is not in the backward's
-    collective.
-    """
+
+def _wants_gradient(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
@@ -253,9 +260,7 @@ class _Posted:
                 if name.rpartition(".")[2] not in _OF_ONE_RANK:
                     self.options[name] = _value(name, value)
             elif isinstance(value, Tensor):
-                sent = name.endswith(_EXCHANGED) and not name.startswith("teacher")
-                learns = sent and wants_gradient(value)
-                self.options[name] = "a tensor that requires a gradient" if learns else "a tensor"
+                self.options[name] = "a tensor"
                 if not (value.is_meta or is_traced(value)):  # those have no values
                     self._add_tensor(name, value, in_parts=in_parts)
 
@@ -454,7 +459,7 @@ def _value(name: str, value: object) -> str:
     if isinstance(value, ProcessGroup):
         return ""
     if isinstance(value, Tensor):
-        learns = " that requires a gradient" if wants_gradient(value) else ""
+        learns = " that requires a gradient" if _wants_gradient(value) else ""
         value = getattr(value, "_local_tensor", value).detach()  # of a DTensor
         text = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{learns}"
         sharded = value.is_floating_point() and any(part in name for part in _SHARDED)

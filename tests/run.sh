@@ -125,8 +125,8 @@ trap 'rm -rf "$logs"' EXIT
 # Three processes share the cores: gloo ranks wait for each other, and another's work fills the gaps.
 # The third has what these two leave.
 parts=(
-    "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel tests/examples tests/test_mismatch.py tests/test_costs_hidden.py tests/test_nan_rows.py"
-    "tests/kernels tests/gpu tests/test_costs_of_operations.py tests/test_tracing.py tests/test_docs.py tests/test_messages.py tests/test_audit.py"
+    "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel tests/examples tests/test_mismatch.py tests/test_costs_hidden.py tests/test_messages.py tests/test_nan_rows.py"
+    "tests/kernels tests/gpu tests/test_costs_of_operations.py tests/test_tracing.py tests/test_docs.py tests/test_audit.py"
 )
 tests() {
     if [ "$#" -gt 0 ]; then

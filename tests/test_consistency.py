@@ -21,6 +21,7 @@ import mcore_logprobs as ml
 from mcore_logprobs import collectives, consistency, losses
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.ops.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
+from tests.helpers.lazy import lazy_logits
 
 ROWS, HIDDEN = 4, 3
 
@@ -63,6 +64,9 @@ def call(operation: str, width: int, **changes: Any) -> Any:
         "kl_div": lambda: ml.vocab_parallel_kl_div(logits, logits, **common),
         "linear_token_stats": lambda: ml.linear_token_stats(hidden, weight, target, **common),
         "linear_topk": lambda: ml.linear_topk(hidden, weight, 3, **common),
+        "lazy_logprobs": lambda: ml.vocab_parallel_logprobs(
+            lazy_logits(hidden, weight, tp_group=dist.group.WORLD), target, **common
+        ),
         "linear_policy_loss": lambda: ml.linear_policy_loss(
             hidden, weight, target, common.pop("loss_fn", lambda x, _: x), **common
         ),
@@ -361,15 +365,18 @@ def test_other_numbers_of_tokens_on_a_rank_raise_on_every_rank(ranks, operation)
         ("linear_token_stats", ["", "hidden"], "hidden"),
         ("linear_policy_loss", ["", "hidden"], "hidden"),
         ("linear_topk", ["a fixed A", "A that learns"], "lora[0]"),
-        ("vp2sp", ["", "logits"], "x.requires_grad"),
-        ("sp2vp", ["", "logits"], "x.requires_grad"),
+        ("lazy_logprobs", ["", "hidden"], "hidden"),
+        ("vp2sp", ["", "logits"], "x"),
+        ("sp2vp", ["", "logits"], "x"),
     ],
 )
 def test_a_gradient_that_is_wanted_on_one_rank_raises_on_every_rank(ranks, operation, learns, name):
     """Its collective in the backward would wait for the others'."""
+    expected = (
+        "expected the same on every rank of the TP group, got False on rank 0, True on rank 1"
+    )
     for found in ranks(2).run(first_calls, operation, {"learns": learns}, timeout=20):
-        assert found.startswith(f"{name}: expected the same on every rank of the TP group, got")
-        assert "a gradient on rank 1" in found or "True on rank 1" in found
+        assert found == f"{name}.requires_grad: {expected}"
 
 
 def a_gradient_that_no_call_asks_for() -> str:
@@ -383,6 +390,23 @@ def test_what_may_differ_of_what_requires_a_gradient(ranks):
     weights = {"learns": ["", "weight"]}
     assert ranks(2).run(first_calls, "linear_topk", weights, timeout=20) == ["", ""]
     assert ranks(2).run(a_gradient_that_no_call_asks_for, timeout=20) == ["", ""]
+
+
+def a_patched_model_that_learns_on_one_rank() -> str:
+    from mcore_logprobs.megatron import patch_gpt_model
+    from tests.megatron.common import VOCAB, make_batch, megatron, mm, tiny_config
+
+    with megatron(tp=2) as parallel_state:
+        model = mm.build_gpt_model(tiny_config(2), vocab_size=VOCAB)
+        model.requires_grad_(dist.get_rank() == 1)
+        batch = make_batch(parallel_state)
+        with patch_gpt_model(model):
+            return refusal(model, **batch["inputs"], labels=batch["labels"])
+
+
+def test_a_patched_model_that_learns_on_one_rank_raises_on_every_rank(ranks):
+    for found in ranks(2).run(a_patched_model_that_learns_on_one_rank, timeout=60):
+        assert found.startswith("hidden.requires_grad: expected the same on every rank of the TP")
 
 
 def test_what_is_sent_as_it_is_has_one_dtype(ranks):

@@ -167,6 +167,16 @@ def test_other_arguments_on_a_rank_raise_on_every_rank(ranks, level):
                 assert made == []
 
 
+def slices_that_learn_on_one_rank() -> str:
+    consistency._agreed.clear()
+    x = X.clone().requires_grad_(dist.get_rank() == 1)
+    return refusal("gather", {"x": x, "grad": "slice"})
+
+
+def test_what_no_backward_sends_may_require_a_gradient_on_one_rank(ranks):
+    assert ranks(2).run(slices_that_learn_on_one_rank, timeout=20) == ["", ""]
+
+
 def other_numbers_of_answers() -> str:
     consistency._agreed.clear()
     options = {"mode": "prompt", "answers": 3 if dist.get_rank() else 2}

@@ -54,7 +54,6 @@ def pairs_of(some: list[cases.Case]) -> set[Pair]:
     }
 
 
-@pytest.mark.night  # six seconds; what it says of the table is known until the table changes
 @pytest.mark.parametrize("source", ["logits", "hidden"])
 def test_every_pair_of_settings_is_tried_by_day(source: str) -> None:
     """Of the settings that operations share: with two operations, or with all that have it."""

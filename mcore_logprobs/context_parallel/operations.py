@@ -23,7 +23,7 @@ from mcore_logprobs.collectives import (
     once_differentiable,
     reduce_scatter_dim0,
 )
-from mcore_logprobs.consistency import check_call, comparing, wants_gradient
+from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.context_parallel.layouts import SequenceLayout, check_lengths
 from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group
 from mcore_logprobs.spelling import suggesting
@@ -163,8 +163,8 @@ def context_parallel_gather(
     Raises:
         ValueError: as `context_parallel_shard`, and an unknown `grad`; before any communication. At
             the first call over a group on every rank, if one rank refuses its arguments, or if
-            ranks differ in layout, grad or cu_seqlens, in x's shape or dtype, or in whether x
-            requires a gradient.
+            ranks differ in layout, grad or cu_seqlens, in x's shape or dtype, or for "sum" in
+            whether x requires a gradient.
     """
     group = resolve_cp_group(cp_group)
 
@@ -175,7 +175,7 @@ def context_parallel_gather(
         check_choice("grad", grad, GRADS)
         dim = _normalized_dim(x, seq_dim)
         where = _layout_of_local(x, dim, group, layout, cu_seqlens)
-        check_call(None, group, x.device)
+        check_call(None, group, x.device, {"x": x} if grad == "sum" else None)
     if where.cp_size == 1:
         return x
     return _Gather.apply(x, dim, where, group, grad)
@@ -273,7 +273,7 @@ def context_parallel_shift(
         where = _layout_of_local(x, dim, group, layout, cu_seqlens)
         filler = _filler(fill, x.dtype)
         lengths = check_lengths(lengths, where, x.device)
-        check_call(None, group, x.device)
+        check_call(None, group, x.device, {"x": x})
     if x.numel() == 0:
         return x.clone()
     first = x.movedim(dim, 0)  # [S/CP, ...]
@@ -354,8 +354,8 @@ def _layout_of_local(
 
 def _same_on_every_rank(x: Tensor, dim: int, where: SequenceLayout) -> dict[str, object]:
     """What ranks compare of a call; of x only what says how much is sent."""
-    sent = {"x.shape": list(x.shape), "x.dtype": x.dtype, "x.requires_grad": wants_gradient(x)}
-    return {**sent, "seq_dim": dim, "cu_seqlens": where.sequences}
+    sent = {"x.shape": list(x.shape), "x.dtype": x.dtype, "seq_dim": dim}
+    return {**sent, "cu_seqlens": where.sequences}
 
 
 def _select(x: Tensor, dim: int, index: Tensor) -> Tensor:

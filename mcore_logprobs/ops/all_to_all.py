@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_plain
 from mcore_logprobs.collectives import all_to_all_dim0
-from mcore_logprobs.consistency import check_call, comparing, wants_gradient
+from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.groups import group_size, resolve_tp_group
 from mcore_logprobs.spelling import suggesting
 
@@ -69,9 +69,9 @@ def _check(
     size = group_size(group)
     if group is not None:
         name = "all_to_all_vp2sp" if sharded else "all_to_all_sp2vp"
-        described = {"logits": x, "dtype": x.dtype, "x.requires_grad": wants_gradient(x)}
-        with comparing(name, lambda: described):
-            check_call(x.shape[1] if sharded else x.shape[1] // size, group, x.device)
+        width = x.shape[1] if sharded else x.shape[1] // size
+        with comparing(name, lambda: {"logits": x, "dtype": x.dtype}):
+            check_call(width, group, x.device, {"x": x})
     return group, size
 
 

@@ -157,7 +157,9 @@ def head_logits(
     check_float_tensor(f"{prefix}weight", weight, min_dim=2)
     group, device = resolve_tp_group(tp_group), hidden.device
     if group is not None:  # before what only one rank may refuse
-        check_call(weight.shape[0], group, device)
+        a = lora[0] if isinstance(lora, tuple) and lora else None
+        exchanged = {f"{prefix}hidden": hidden, f"{prefix}lora[0]": a}
+        check_call(weight.shape[0], group, device, exchanged)
     compute_dtype = _check_layer(hidden, weight, bias, lora, prefix)
     check_flag("sequence_parallel", sequence_parallel)
     check_flag("compact", compact)

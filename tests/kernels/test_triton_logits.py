@@ -15,7 +15,7 @@ from benchmarks.tiled_forward import TileConfig, tiled_row_stats
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.chunk import Chunk
-from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, by_name, merge
 from mcore_logprobs.kernels.triton import common, gradient
 from mcore_logprobs.kernels.triton.statistics import launch_stats
 from tests.helpers.covering import covering
@@ -308,3 +308,14 @@ def test_the_tiled_forward_that_benchmarks_compare_gives_the_same_statistics(dty
     # tf32 is what Triton multiplies float32 in on a GPU.
     ulps = 2e4 if dtype == FP32 and DEVICE == "cuda" else 8.0
     assert_stats(got, plain, truth, spec, ulps=ulps)
+
+
+@interpreted
+def test_the_target_s_own_column_is_never_counted_as_larger():
+    """Also if another path has computed the threshold an ulp below it."""
+    logits, spec = torch.randn(4, 300, device=DEVICE), StatsSpec(rank=True)
+    target = torch.tensor([0, 299, 17, 160], device=DEVICE)
+    own = logits.gather(1, target.unsqueeze(1))
+    below = own.squeeze(1).nextafter(torch.full_like(target, -torch.inf, dtype=torch.float32))
+    found = row_stats(triton_backend, Chunk(logits, 300), target, spec, below)
+    assert torch.equal(by_name(spec.fields, found)["higher"], (logits > own).sum(1).float())
